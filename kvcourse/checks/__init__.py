@@ -1,0 +1,212 @@
+"""Exercise checks that name the mistake: ``kv.check("01.positions_processed", my_function)`` prints one line.
+
+A chapter's checks live in ``kvcourse/checks/chapter_<nn>.py`` and are found by name: "01.positions_processed"
+is the exercise ``positions_processed`` of ``chapter_01.py``. See ``exercise`` for how one is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcourse import progress
+
+NOT_DONE, RIGHT, WRONG = "not done", "right", "wrong"
+_EXERCISES: dict[str, Exercise] = {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a check: ``status`` is "not done", "right" or "wrong"; ``message`` is one line."""
+
+    status: str
+    message: str
+
+    def __str__(self) -> str:
+        start = {NOT_DONE: "not done yet", RIGHT: "right", WRONG: "not right"}[self.status]
+        return f"{start}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A registered check: ``judge(run) -> mistake or None``, and the line for a right answer."""
+
+    name: str
+    judge: Callable[[Run], str | None]
+    right: str
+    todo: str
+
+
+class _Stop(Exception):
+    """Carries a verdict out of a check, whatever the check was about to do with the returned value."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.message)
+        self.verdict = verdict
+
+
+class Run:
+    """Calls the reader's function for a check, and turns every way to fail into one line.
+
+    ``run(*args, **kwargs)`` returns what the function returned. Containers and arrays are handed over as
+    copies, so that the check's own inputs stay whole and a function that changes its input is caught.
+    """
+
+    def __init__(self, function: Callable[..., Any], todo: str) -> None:
+        self._function, self._todo = function, todo
+        self.calls = 0
+        self.last = ""  # the last call in words, for messages: "prompt=16, new=4"
+        self.result: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # mutable=True is the point of one exercise now and then; no need for it yet, so no switch.
+        self.last = _in_words(args, kwargs)
+        given_args = [_copied(value) for value in args]
+        given_kwargs = {name: _copied(value) for name, value in kwargs.items()}
+        try:
+            self.result = self._function(*given_args, **given_kwargs)
+        except NotImplementedError:
+            raise _Stop(Verdict(NOT_DONE, self._todo)) from None
+        except KeyboardInterrupt:
+            raise
+        # BaseException: a tokenizer's PanicException and SystemExit from exit() are no Exception, and neither
+        # may take the kernel or the rest of Run All with it.
+        except BaseException as error:
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            raise _Stop(self._wrong(f"your function raised {type(error).__name__}: {first}")) from None
+        self.calls += 1
+        if self.result is None or self.result is Ellipsis:
+            if self.calls == 1:
+                raise _Stop(Verdict(NOT_DONE, self._todo))
+            raise _Stop(self._wrong("your function returned None: is a `return` missing on one path?"))
+        after = [*given_args, *given_kwargs.values()]
+        for before, now in zip([*args, *kwargs.values()], after, strict=True):
+            if not _equal(before, now):
+                raise _Stop(self._wrong("your function changed its input: work on a copy"))
+        return self.result
+
+    def _wrong(self, message: str) -> Verdict:
+        return Verdict(WRONG, f"with {self.last} {message}" if self.last else message)
+
+
+def exercise(
+    name: str, *, right: str, todo: str = "fill in the function above and run both cells again"
+) -> Callable[[Callable[[Run], str | None]], Callable[[Run], str | None]]:
+    """Register a check under its name.
+
+    The decorated function gets ``run``, calls it like the reader's function, and returns a line that names
+    the mistake, or ``None`` when everything is right::
+
+        @exercise("01.positions_processed", right="a cached step processes one position")
+        def positions_processed(run):
+            got = run(prompt=2000, new=300, cached=True)
+            if got == 2300 * 300:
+                return "that is the count without a cache: ..."
+            if got != 2299:
+                return f"2,000 + 300 tokens with a cache: expected 2,299, got {got}"
+
+    ``right`` is shown for a right answer: say what it proves. Raises ``ValueError`` when the name is taken.
+    """
+
+    def register(judge: Callable[[Run], str | None]) -> Callable[[Run], str | None]:
+        known = _EXERCISES.get(name)
+        # The same function again is a reload of its module (autoreload), not a clash.
+        if known is not None and (known.judge.__module__, known.judge.__qualname__) != (
+            judge.__module__,
+            judge.__qualname__,
+        ):
+            raise ValueError(f"check {name!r} is registered twice: rename one of them")
+        _EXERCISES[name] = Exercise(name, judge, right, todo)
+        return judge
+
+    return register
+
+
+def find(name: str) -> Exercise:
+    """The exercise called "<chapter>.<exercise>". Raises ``KeyError`` with the names that exist."""
+    chapter, _, short = name.partition(".")
+    if not short:
+        raise KeyError(f"check name {name!r} has no chapter: write it like '01.positions_processed'")
+    module = f"{__name__}.chapter_{chapter}"
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+    if name not in _EXERCISES:
+        known = sorted(other for other in _EXERCISES if other.startswith(chapter + "."))
+        raise KeyError(f"no check {name!r}; chapter {chapter} has: {', '.join(known) or 'none'}")
+    return _EXERCISES[name]
+
+
+def verdict(name: str, function: Any) -> Verdict:
+    """What ``check`` prints, as a value; nothing is printed or recorded. ``KeyError`` for an unknown name."""
+    found = find(name)
+    if function is None or function is Ellipsis:
+        return Verdict(NOT_DONE, found.todo)
+    if not callable(function):
+        return Verdict(WRONG, f"give the function itself, without parentheses, not {_short(function)}")
+    run = Run(function, found.todo)
+    try:
+        mistake = found.judge(run)
+    except _Stop as stop:
+        return stop.verdict
+    except Exception as error:
+        # The check stumbled over a value of another kind than it expected, so name that value.
+        return Verdict(
+            WRONG,
+            f"with {run.last} your function returned {_short(run.result)}, which this check cannot use "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})",
+        )
+    return Verdict(RIGHT, found.right) if mistake is None else Verdict(WRONG, mistake)
+
+
+def check(name: str, function: Any) -> None:
+    """Print one line on the reader's function: "not done yet: …", "right: …" or "not right: …" with the
+    mistake.
+
+    A pass is noted in the reader's progress. Raises only ``KeyError`` for an unknown name, never for the
+    reader's code.
+    """
+    outcome = verdict(name, function)
+    if outcome.status == RIGHT:
+        progress.record_passed(name)
+    print(outcome)
+
+
+def _copied(value: Any) -> Any:
+    # Arrays and containers only: a model or a cache handed to an exercise is large and is not ours to copy.
+    return copy.deepcopy(value) if isinstance(value, (np.ndarray, list, dict, set, tuple)) else value
+
+
+def _equal(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    if isinstance(before, np.ndarray):
+        return isinstance(now, np.ndarray) and before.shape == now.shape and before.tobytes() == now.tobytes()
+    if isinstance(before, (list, tuple)):
+        return len(before) == len(now) and all(map(_equal, before, now))
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(_equal(before[key], now[key]) for key in before)
+    return bool(before == now)
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}, {value.dtype}"
+    text = repr(value)
+    return f"{text if len(text) <= limit else text[:limit] + '…'} ({type(value).__name__})"
+
+
+def _in_words(args: tuple, kwargs: dict[str, Any]) -> str:
+    def plain(value: Any) -> str:
+        return _short(value) if isinstance(value, np.ndarray) else repr(value)[:60]
+
+    return ", ".join(
+        [plain(value) for value in args] + [f"{name}={plain(value)}" for name, value in kwargs.items()]
+    )
