@@ -1,0 +1,51 @@
+"""kvcourse: the code of an interactive course on the KV cache.
+
+Names are looked up on first use, so that `import kvcourse` stays fast: nothing
+here imports torch, plotly or ipywidgets until a name that needs them is used.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOME = {  # public name -> module that defines it
+    "BatchView": "caches",
+    "CacheFull": "caches",
+    "ConcatenatingCache": "caches",
+    "ContiguousCache": "caches",
+    "KVCache": "caches",
+    "ModelConfig": "config",
+    "catalogue": "config",
+    "check": "checks",
+    "generate": "generate",
+    "greedy": "generate",
+    "load_model": "loading",
+    "load_tokenizer": "loading",
+    "predict": "widgets",
+    "random_model": "loading",
+    "reveal": "widgets",
+    "sampled": "generate",
+}
+_MODULES = {
+    "bench", "caches", "checks", "config", "fetch", "figures", "loading", "measure", "models",
+    "ops", "paths", "progress", "sizing", "tokenizer", "weights", "widgets",
+}  # fmt: skip
+
+__all__ = sorted([*_HOME, *_MODULES])
+
+
+def __getattr__(name):
+    if name in _HOME:
+        value = getattr(import_module(f"kvcourse.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"kvcourse.{name}")
+    else:
+        raise AttributeError(f"module 'kvcourse' has no attribute {name!r}")
+    # `kv.generate` is the function, though a module of that name exists: importing
+    # the module has put itself here, and the function takes its place.
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,7 @@
+"""Caches: one interface (`base`), one way of storing rows a file."""
+
+from kvcourse.caches.base import CacheFull, KVCache
+from kvcourse.caches.batch import BatchView
+from kvcourse.caches.contiguous import ConcatenatingCache, ContiguousCache
+
+__all__ = ["BatchView", "CacheFull", "ConcatenatingCache", "ContiguousCache", "KVCache"]

@@ -1,0 +1,68 @@
+"""`BatchView`: several sequences, each with its own cache and length, in one pass."""
+
+import numpy as np
+
+
+class BatchView:
+    """A ragged batch: the new tokens of several sequences laid end to end.
+
+    The weights see one tall matrix, so they are read once for the whole batch;
+    attention is split per sequence, so each sees only its own rows. The NumPy
+    models need no batch dimension for this.
+
+        view = BatchView([cache_a, cache_b], lengths=[3, 1])
+        logits = model(three_tokens_of_a + one_token_of_b, view, rows=view.last_rows)
+    """
+
+    def __init__(self, caches, lengths):
+        caches, lengths = list(caches), list(lengths)
+        if not caches:
+            raise ValueError("a batch of 0 sequences is empty: give at least 1 cache")
+        if len(caches) != len(lengths):
+            raise ValueError(f"{len(caches)} caches but {len(lengths)} lengths: give one length a cache")
+        if len({id(c) for c in caches}) < len(caches):
+            raise ValueError("the same cache stands twice in the batch: give each sequence its own")
+        if min(lengths) < 1:
+            raise ValueError(f"length {min(lengths)} in the batch: each sequence needs at least 1 new token")
+        if len({c.config.cache_shape for c in caches}) > 1:
+            raise ValueError("the caches of a batch are of different shapes: all must fit one model")
+        self.caches = caches
+        self.lengths = lengths
+        self.config = caches[0].config
+        self._bounds = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+
+    @property
+    def last_rows(self):
+        """The row of each sequence's newest token in the pass, as a list."""
+        return [stop - 1 for stop in self._bounds[1:]]
+
+    def begin(self, n):
+        """Begin in every cache, or in none. Returns the positions, end to end, int64 (n,)."""
+        if n != self._bounds[-1]:
+            raise ValueError(f"{n} tokens given, the batch's lengths add up to {self._bounds[-1]}")
+        begun, positions = [], []
+        try:
+            for cache, length in zip(self.caches, self.lengths, strict=True):
+                positions.append(cache.begin(length))
+                begun.append(cache)
+        except BaseException:
+            for cache in begun:
+                cache.abort()
+            raise
+        return np.concatenate(positions)
+
+    def attend(self, layer, q, k, v, rotate=None):
+        """`attend` of each cache on its own rows; the results end to end, (num_heads, n, head_dim)."""
+        out = np.empty_like(q)
+        for cache, low, high in zip(self.caches, self._bounds, self._bounds[1:], strict=False):
+            rows = slice(low, high)
+            out[:, rows] = cache.attend(layer, q[:, rows], k[:, rows], v[:, rows], rotate)
+        return out
+
+    def commit(self):
+        for cache in self.caches:
+            cache.commit()
+
+    def abort(self):
+        for cache in self.caches:
+            cache.abort()

@@ -1,0 +1,133 @@
+"""`ModelConfig`, the shape of a model, and the catalogue of published shapes."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+
+from kvcourse import paths
+
+ARCHITECTURES = ("gpt2",)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The numbers that fix a model's shape. Checked when made, never changed after.
+
+    `head_dim` is stated, not derived: in some models (Qwen3) it is not
+    hidden_size / num_heads. `max_seq_len` counts positions the model was trained
+    for. `intermediate_size` is the width of the MLP's hidden layer.
+    """
+
+    name: str
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_seq_len: int
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"architecture {self.architecture!r} is not supported: use one of {', '.join(ARCHITECTURES)}"
+            )
+        for field in _SIZES:
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}: it must be a whole number of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
+                f"every KV head must serve the same number of query heads"
+            )
+        if not 0 < self.norm_eps < 1:
+            raise ValueError(f"norm_eps is {self.norm_eps!r}: it must lie between 0 and 1, usually 1e-5")
+
+    @property
+    def group_size(self):
+        """Query heads that share one KV head: 1 in GPT-2."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def cache_shape(self):
+        """What two models must share for one's cache to fit the other: (layers, KV heads, head_dim)."""
+        return self.num_layers, self.num_kv_heads, self.head_dim
+
+    @property
+    def num_parameters(self):
+        """Trained numbers of a GPT-2: tied embedding, positions, layers, the last norm."""
+        d, inner = self.hidden_size, self.intermediate_size
+        attention = 4 * d * d + 4 * d
+        mlp = 2 * d * inner + inner + d
+        layer = attention + mlp + 4 * d  # two norms, a scale and a shift each
+        return (self.vocab_size + self.max_seq_len) * d + self.num_layers * layer + 2 * d
+
+
+_SIZES = (
+    "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size",
+    "intermediate_size", "vocab_size", "max_seq_len",
+)  # fmt: skip
+
+
+def from_huggingface(described, name):
+    """A ModelConfig from the dict of a Hugging Face `config.json`.
+
+    Raises ValueError, in one line, for another model type, a missing field, or a
+    setting that this course's GPT-2 does not compute (another activation, scaled
+    attention by layer).
+    """
+    kind = described.get("model_type")
+    if kind != "gpt2":
+        raise ValueError(f"{name}: model_type {kind!r} is not supported: this course loads 'gpt2' folders")
+    activation = described.get("activation_function", "gelu_new")
+    if activation not in ("gelu_new", "gelu_pytorch_tanh"):
+        raise ValueError(f"{name}: activation {activation!r} is not supported: GPT-2 uses 'gelu_new'")
+    for flag, usual in _GPT2_FLAGS.items():
+        if described.get(flag, usual) != usual:
+            raise ValueError(f"{name}: {flag}={described[flag]} is not supported: only {usual} is")
+    missing = [key for key in ("n_embd", "n_layer", "n_head", "vocab_size") if key not in described]
+    if missing:
+        raise ValueError(f"{name}: config.json lacks {', '.join(missing)}: is it a GPT-2 model folder?")
+    hidden, heads = described["n_embd"], described["n_head"]
+    if hidden % heads:
+        raise ValueError(f"{name}: n_embd {hidden} is not a multiple of n_head {heads}")
+    return ModelConfig(
+        name=name,
+        architecture="gpt2",
+        num_layers=described["n_layer"],
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        hidden_size=hidden,
+        intermediate_size=described.get("n_inner") or 4 * hidden,
+        vocab_size=described["vocab_size"],
+        max_seq_len=described.get("n_positions", 1024),
+        norm_eps=described.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+_GPT2_FLAGS = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
+
+
+@cache
+def catalogue():
+    """Published shapes by key, from `data/models.json`: {"gpt2": ModelConfig, …}."""
+    with open(paths.data_dir() / "models.json", encoding="utf-8") as file:
+        entries = json.load(file)["models"]
+    return {key: ModelConfig(name=key, **entry["config"]) for key, entry in entries.items()}
+
+
+def lookup(key):
+    """The catalogue's entry of this name. Raises KeyError that lists the names there are."""
+    known = catalogue()
+    if key not in known:
+        raise KeyError(f"no model {key!r} in the catalogue: use one of {', '.join(known)}")
+    return known[key]

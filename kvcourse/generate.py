@@ -1,0 +1,93 @@
+"""Write text token by token, with a cache or without, and the ways to choose a token."""
+
+import numpy as np
+
+from kvcourse import ops
+from kvcourse.caches import ContiguousCache
+
+
+def greedy(logits):
+    """The token with the largest logit. logits float32 (vocab_size,) → int."""
+    return int(np.argmax(logits))
+
+
+def sampled(temperature=1.0, top_p=1.0, seed=0):
+    """A sampler that draws from the softmax of logits / temperature.
+
+    Only the likeliest tokens that together reach probability `top_p` are drawn from
+    (Holtzman et al. 2020, "nucleus sampling", section 3.1). Each call of `sampled`
+    starts a random stream of its own, so that the same seed gives the same text.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}: it must be above 0 (use kv.greedy for the limit)")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}: it must lie in 0 < top_p ≤ 1")
+    random = np.random.default_rng(seed)
+
+    def choose(logits):
+        probabilities = ops.softmax(logits * (1.0 / temperature))
+        order = np.argsort(-probabilities, kind="stable")
+        reached = np.cumsum(probabilities[order], dtype=np.float64)
+        kept = int(np.searchsorted(reached, top_p * reached[-1])) + 1
+        place = np.searchsorted(reached[:kept], random.random() * reached[kept - 1], side="right")
+        return int(order[min(place, kept - 1)])
+
+    return choose
+
+
+def generate(
+    model, ids, max_new_tokens=100, use_cache=True, sampler=greedy, cache=None, stop=None, on_token=None
+):
+    """Write up to `max_new_tokens` tokens after `ids`; return them as a list of ints.
+
+    With `use_cache` the prompt passes through the model once (prefill) and then one
+    token a step (decode); without, the whole sequence at every step. `cache` may hold
+    a sequence already, which `ids` then continue. `stop` is a token id that ends the
+    text and is not returned. `on_token(id)` is called as each token is chosen.
+
+    Raises ValueError for a negative count and, before any work, when prompt and
+    answer together have more tokens than positions; the cache is then unchanged.
+    """
+    ids = [int(i) for i in ids] if not isinstance(ids, np.ndarray) else ids.tolist()
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 0")
+    if cache is not None and not use_cache:
+        raise ValueError("a cache was given with use_cache=False: leave one of them out")
+    if use_cache and cache is None:
+        cache = ContiguousCache.for_model(model)
+    held = cache.seq_len if use_cache else 0
+    limit = cache.max_seq_len if use_cache else model.config.max_seq_len
+    # The last token chosen is returned and never read, so it needs no position.
+    needed = held + len(ids) + max(max_new_tokens - 1, 0)
+    if needed > limit:
+        raise ValueError(
+            f"{held + len(ids):,} prompt tokens and {max_new_tokens:,} new ones need {needed:,} positions, "
+            f"the limit is {limit:,}: shorten the prompt or ask for fewer tokens"
+        )
+    step = _cached_step(model, cache) if use_cache else _uncached_step(model)
+    new, given = [], ids
+    for _ in range(max_new_tokens):
+        token = sampler(step(given))
+        if token == stop:
+            break
+        new.append(token)
+        given = [token]
+        if on_token is not None:
+            on_token(token)
+    return new
+
+
+def _cached_step(model, cache):
+    """Each call passes only the new tokens through: (vocab_size,) logits of the last one."""
+    return lambda given: model(given, cache, rows=[-1])[0]
+
+
+def _uncached_step(model):
+    """Each call passes the whole sequence so far through."""
+    sequence = []
+
+    def step(given):
+        sequence.extend(given)
+        return model(sequence, rows=[-1])[0]
+
+    return step

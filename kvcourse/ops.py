@@ -1,0 +1,94 @@
+"""Pure functions on float32 arrays: norms, gelu, softmax, masks, attention.
+
+Nothing here may promote to float64: under NumPy 2 one float64 scalar (such as
+`np.sqrt(2 / np.pi)`) turns every float32 array it touches into float64 and makes
+a decode step several times slower. Constants are Python floats for that reason.
+"""
+
+import math
+
+import numpy as np
+
+QUERY_CHUNK = 128  # queries attended to at once in a long pass: bounds the scores' memory
+
+
+def layer_norm(x, weight, bias, eps=1e-5):
+    """Center and scale each row of x (T, d), then apply weight and bias (d,).
+
+    Source: Ba et al. 2016, "Layer Normalization", section 3. Returns a new array.
+    """
+    centered = x - x.mean(axis=-1, keepdims=True)
+    variance = np.einsum("...d,...d->...", centered, centered)[..., None] / x.shape[-1]
+    centered /= np.sqrt(variance + eps)
+    centered *= weight
+    centered += bias
+    return centered
+
+
+def gelu(x):
+    """GPT-2's gelu, the tanh form: 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))).
+
+    Source: Hendrycks and Gimpel 2016, section 2. `x * x * x`, because `x**3` goes
+    through a general power function and is far slower. Returns a new array.
+    """
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+
+
+def gelu_inplace(x):
+    """`gelu` written into x itself: one scratch array instead of six. Returns x."""
+    inner = x * x
+    inner *= 0.044715 * math.sqrt(2 / math.pi)
+    inner += math.sqrt(2 / math.pi)
+    inner *= x
+    np.tanh(inner, out=inner)
+    inner += 1.0
+    x *= 0.5
+    x *= inner
+    return x
+
+
+def softmax(x):
+    """Softmax over the last axis; the row's maximum is taken away first, so exp cannot overflow."""
+    return softmax_inplace(x.copy())
+
+
+def softmax_inplace(x):
+    """`softmax` written into x itself. Returns x."""
+    x -= x.max(axis=-1, keepdims=True)
+    np.exp(x, out=x)
+    x /= x.sum(axis=-1, keepdims=True)
+    return x
+
+
+def causal_mask(start, T):
+    """Boolean (T, start + T): row r belongs to position start + r and sees keys 0 … start + r."""
+    return np.arange(start + T)[None, :] <= (start + np.arange(T))[:, None]
+
+
+def attention(q, k, v, start):
+    """Causal attention of T queries, at positions start … start + T − 1, over all keys.
+
+    q (num_heads, T, head_dim); k, v (num_kv_heads, start + T, head_dim), all float32.
+    Query heads h·G … h·G + G − 1 share KV head h, where G = num_heads / num_kv_heads;
+    k and v are never repeated in memory. Returns (num_heads, T, head_dim).
+
+    Source: Vaswani et al. 2017, equation 1, with the mask of `causal_mask`. Queries
+    go in chunks of QUERY_CHUNK, and a chunk reads only the keys its last query may
+    see: about half the work and a bounded score matrix. `tests/unit/test_ops.py`
+    proves it equal to the written-out form.
+    """
+    num_heads, T, head_dim = q.shape
+    num_kv_heads = k.shape[0]
+    scaled = (q * (1.0 / math.sqrt(head_dim))).reshape(num_kv_heads, -1, T, head_dim)
+    keys = k.swapaxes(1, 2)[:, None]  # (num_kv_heads, 1, head_dim, start + T)
+    values = v[:, None]
+    if T == 1:  # decode: the newest token may see everything, so the mask has no work
+        return (softmax_inplace(scaled @ keys) @ values).reshape(num_heads, 1, head_dim)
+    out = np.empty_like(scaled)
+    for low in range(0, T, QUERY_CHUNK):
+        high = min(low + QUERY_CHUNK, T)
+        scores = scaled[:, :, low:high] @ keys[..., : start + high]
+        # Only the last high − low columns hold a key that some query of the chunk may not see.
+        scores[..., start + low :][..., ~causal_mask(0, high - low)] = -np.inf
+        out[:, :, low:high] = softmax_inplace(scores) @ values[:, :, : start + high]
+    return out.reshape(num_heads, T, head_dim)

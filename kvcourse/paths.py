@@ -1,0 +1,50 @@
+"""Where things lie: the course's own files (read only) and the reader's folder."""
+
+import os
+import sys
+from pathlib import Path
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def repository_dir():
+    """The folder of the clone. The package works only from one (`pip install -e .`)."""
+    return _REPOSITORY
+
+
+def data_dir():
+    """`data/` of the clone: bundled weights, texts, recorded runs. Never written to by a run."""
+    return _REPOSITORY / "data"
+
+
+def chapters_dir():
+    """`chapters/` of the clone: the committed notebooks, which the tests compare."""
+    return _REPOSITORY / "chapters"
+
+
+def user_dir():
+    """The reader's own folder for fetched weights and progress; not created here.
+
+    `KVCOURSE_HOME` overrides it. Otherwise the operating system's usual place
+    for per-user application data.
+    """
+    if os.environ.get("KVCOURSE_HOME"):
+        return Path(os.environ["KVCOURSE_HOME"]).expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "kvcourse"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "kvcourse"
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvcourse"
+
+
+def shared_dir():
+    """A read-only folder with fetched weights for a whole class (`KVCOURSE_SHARED`), or None."""
+    folder = os.environ.get("KVCOURSE_SHARED")
+    return Path(folder).expanduser() if folder else None
+
+
+def progress_file():
+    """The JSON file with the reader's predictions and passed checks (`KVCOURSE_PROGRESS` overrides)."""
+    if os.environ.get("KVCOURSE_PROGRESS"):
+        return Path(os.environ["KVCOURSE_PROGRESS"]).expanduser()
+    return user_dir() / "progress.json"
