@@ -19,6 +19,7 @@ import traitlets
 from IPython.display import display
 
 from kvcourse.figures.template import CONFIG, HEIGHT, MAX_HEIGHT, MAX_WIDTH, TEMPLATE, THEME_CSS
+from kvcourse.widgets.shared_plotly import SharedFigureWidget
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 SIGNIFICANT_DIGITS = 6  # of the numbers stored with a still figure
@@ -109,7 +110,7 @@ class Panel(ipywidgets.VBox):
         self.data = self._run_compute() if first is None else first
         drawing = self._draw(self.data)
         _check_size(drawing)
-        self.figure = go.FigureWidget(drawing)
+        self.figure = SharedFigureWidget(drawing)
         self.figure.update_layout(template=TEMPLATE, autosize=True, height=drawing.layout.height or HEIGHT)
         self.figure._config = self.figure._config | CONFIG
         self._readout = Readout(text=self._describe(self.data))
@@ -125,6 +126,7 @@ class Panel(ipywidgets.VBox):
             children=[row, self.figure, self._readout],
             layout=ipywidgets.Layout(width="100%", max_width=f"{MAX_WIDTH}px", overflow="hidden"),
         )
+        self.add_class("kv-panel")  # how the browser test finds it
 
     def __repr__(self) -> str:
         return f"<Panel: {self.name}>"

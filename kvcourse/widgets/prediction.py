@@ -95,6 +95,7 @@ class Prediction(ipywidgets.VBox):
             ),
         )
         self.box.tooltip = question
+        self.add_class("kv-prediction")
 
     def __repr__(self) -> str:
         return f"<Prediction: {self.key}>"
