@@ -146,10 +146,16 @@ def torch_arguments(args):
     return ["torch==%s+cpu" % version, "--extra-index-url", args.torch_index]
 
 
-def explain(stderr, log):
-    """One line for a failed pip run: what failed and the way out. `stderr` is what pip wrote there."""
+def explain(stderr, details, log):
+    """One line for a failed pip run: what failed and the way out.
+
+    `stderr` is what pip wrote there and `details` its log, which alone names the broken connection when pip
+    was told not to retry. A retry that is followed by another failure is not taken for the cause.
+    """
+    lines = stderr.strip().splitlines() or ["no message"]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines
     missing = re.search(r"No matching distribution found for ([^\s(]+)", stderr)
-    network = [sign for sign in NETWORK_SIGNS if sign in stderr]
+    network = [sign for sign in NETWORK_SIGNS if sign in (stderr + details if missing else errors[-1])]
     remedy = (
         "use a mirror (PIP_INDEX_URL=https://.../simple) or a folder of wheels "
         "(PIP_NO_INDEX=1 PIP_FIND_LINKS=/folder) and run again; log: %s" % log
@@ -158,24 +164,23 @@ def explain(stderr, log):
         package = " while looking for %s" % missing.group(1) if missing else ""
         return "no connection to the package index%s (%s): %s" % (package, network[0], remedy)
     if missing:
-        return "the package index has no %s for Python %d.%d on this machine: %s" % (
-            missing.group(1),
-            sys.version_info[0],
-            sys.version_info[1],
-            remedy,
-        )
-    lines = stderr.strip().splitlines() or ["no message"]
-    errors = [line for line in lines if line.startswith("ERROR:")] or lines
+        return "no %s for this Python and machine on the package index: %s" % (missing.group(1), remedy)
     return "pip failed: %s; log: %s" % (errors[-1].replace("ERROR: ", ""), log)
 
 
 def pip(venv, arguments):
     """Run `pip install` in `venv`; progress goes to the terminal, a failure becomes one line (SetupError)."""
     log = os.path.join(venv, "pip.log")
+    if os.path.exists(log):
+        os.remove(log)
     command = [venv_python(venv), "-m", "pip", "install", "--disable-pip-version-check", "--log", log]
     done = subprocess.run(command + arguments, cwd=ROOT, stderr=subprocess.PIPE)
     if done.returncode:
-        raise SetupError(explain(done.stderr.decode(errors="replace"), os.path.relpath(log, ROOT)))
+        details = ""
+        if os.path.exists(log):
+            with open(log, "rb") as file:
+                details = file.read().decode(errors="replace")
+        raise SetupError(explain(done.stderr.decode(errors="replace"), details, os.path.relpath(log, ROOT)))
 
 
 def set_up(args):

@@ -208,7 +208,7 @@ def test_a_failure_is_one_line_and_status_1(started, capsys):
 
 
 def test_the_settings_reach_jupyterlab_and_the_readers_own_stay(monkeypatch, tmp_path):
-    """Asks JupyterLab itself what it reads: no news, no update check, and the reader's own folder still counts."""
+    """Asks JupyterLab what it reads: no news, no update check; the reader's own folder still counts."""
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(tmp_path))
     env = lab.environment()
     assert env["JUPYTER_CONFIG_PATH"] == f"{lab.SETTINGS}{os.pathsep}{tmp_path}"
