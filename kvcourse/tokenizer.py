@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import tiktoken
@@ -16,34 +17,37 @@ class Tokenizer(tiktoken.Encoding):
     """
 
     def encode(self, text, *, allowed_special=frozenset(), disallowed_special="all"):
-        self._check_special(text, allowed_special, disallowed_special)
-        self._check_bytes(text)
-        return super().encode(text, allowed_special=allowed_special, disallowed_special=())
+        allowed = self.special_tokens_set if allowed_special == "all" else set(allowed_special)
+        disallowed = self.special_tokens_set - allowed if disallowed_special == "all" else disallowed_special
+        for token in sorted(disallowed):
+            if token in text:
+                raise ValueError(
+                    f"the text holds the special token {token} at character {text.index(token)}: "
+                    f"use encode_ordinary(text) to read it as plain text, "
+                    f"or allowed_special={{{token!r}}} to mean it"
+                )
+        self._check_bytes(text, allowed)
+        return super().encode(text, allowed_special=allowed, disallowed_special=())
 
     def encode_ordinary(self, text):
         self._check_bytes(text)
         return super().encode_ordinary(text)
 
-    def _check_special(self, text, allowed, disallowed):
-        allowed = self.special_tokens_set if allowed == "all" else set(allowed)
-        disallowed = self.special_tokens_set - allowed if disallowed == "all" else set(disallowed)
-        for token in sorted(disallowed):
-            if token in text:
-                raise ValueError(
-                    f"the text holds the special token {token} at character {text.index(token)}: "
-                    f"use encode_ordinary(text) to read it as plain text, or allowed_special={{{token!r}}} to mean it"
-                )
-
-    def _check_bytes(self, text):
+    def _check_bytes(self, text, allowed_special=()):
+        """ValueError for the first character with a byte the vocabulary lacks, special tokens left out."""
         if not self._missing_bytes:
             return
-        for place, character in enumerate(text):
-            lacking = self._missing_bytes.intersection(character.encode("utf-8", "surrogatepass"))
-            if lacking:
-                raise ValueError(
-                    f"{character!r} at character {place} needs byte 0x{min(lacking):02x}, which the vocabulary "
-                    f"of {self.name} lacks: leave it out"
-                )
+        specials = "|".join(re.escape(token) for token in sorted(allowed_special))
+        place = 0
+        for piece in re.split(f"({specials})", text) if specials else [text]:
+            for offset, character in enumerate(piece if piece not in allowed_special else ""):
+                lacking = self._missing_bytes.intersection(character.encode("utf-8", "surrogatepass"))
+                if lacking:
+                    raise ValueError(
+                        f"{character!r} at character {place + offset} needs byte 0x{min(lacking):02x}, "
+                        f"which the vocabulary of {self.name} lacks: leave it out"
+                    )
+            place += len(piece)
 
     @property
     def _missing_bytes(self):

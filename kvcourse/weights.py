@@ -119,7 +119,8 @@ def _folder_of(name):
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"no model {str(name)!r}: use one of {', '.join(_known_files())}, or a folder in Hugging Face layout"
+            f"no model {str(name)!r}: use one of {', '.join(_known_files())}, "
+            f"or a folder in Hugging Face layout"
         )
     return folder, folder.name
 

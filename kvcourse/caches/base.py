@@ -65,7 +65,6 @@ class KVCache(ABC):
             raise ValueError(f"a pass over {n} tokens is empty: give at least 1")
         if self.seq_len + n > self.max_seq_len:
             raise CacheFull(self._full_message(n))
-        self._reserve(n)
         self.pending = n
         return np.arange(self.seq_len, self.seq_len + n)
 
@@ -134,7 +133,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def keys_values(self, layer):
-        """The committed rows of one layer, in order and read-only: two arrays (num_kv_heads, rows, head_dim)."""
+        """The committed rows of one layer, in order, read-only: K and V (num_kv_heads, rows, head_dim)."""
 
     def key_positions(self, layer):
         """The position of each row of `keys_values(layer)`, int64 (rows,)."""
@@ -157,9 +156,11 @@ class KVCache(ABC):
         """Append what `export` gave. Its first token must be this cache's next position."""
         keys, values = payload["keys"], payload["values"]
         layers, heads, head_dim = self.config.cache_shape
-        if (*keys.shape[:2], keys.shape[3]) != self.config.cache_shape or keys.shape != values.shape:
+        fits = keys.ndim == 4 and (*keys.shape[:2], keys.shape[3]) == self.config.cache_shape
+        if not fits or keys.shape != values.shape:
             raise ValueError(
-                f"payload of shape {keys.shape} does not fit: expected ({layers}, {heads}, tokens, {head_dim})"
+                f"payload of shape {keys.shape} does not fit: "
+                f"expected ({layers}, {heads}, tokens, {head_dim})"
             )
         if payload["dtype"] != self.dtype.name:
             raise TypeError(
@@ -178,17 +179,14 @@ class KVCache(ABC):
 
     # --- for subclasses ----------------------------------------------------------------
 
-    def _reserve(self, n):
-        """Make room for n rows, or raise with nothing changed."""
-
     @abstractmethod
     def _write(self, layer, k, v):
         """Store the new rows of one layer behind the committed ones; return all rows (K, V)."""
 
-    def _keep(self, n):
+    def _keep(self, n):  # noqa: B027 - nothing to do where rows already lie in place
         """The first n pending rows become part of the sequence."""
 
-    def _drop_after(self, seq_len):
+    def _drop_after(self, seq_len):  # noqa: B027 - nothing to do where seq_len alone decides
         """Rows from `seq_len` on are gone."""
 
     def _check_rows(self, q, k, v):
@@ -215,4 +213,5 @@ class KVCache(ABC):
             )
         else:
             way_out = f"make the cache larger (max_seq_len, up to {self.config.max_seq_len:,})"
-        return f"{asked:,} tokens do not fit in a cache of {limit:,} ({self.seq_len:,} held, {n:,} new): {way_out}"
+        held = f"{self.seq_len:,} held, {n:,} new"
+        return f"{asked:,} tokens do not fit in a cache of {limit:,} ({held}): {way_out}"

@@ -119,8 +119,8 @@ def check_ids(ids, config):
     for bad in (int(array.min()), int(array.max())):
         if not 0 <= bad < config.vocab_size:
             raise ValueError(
-                f"token id {bad:,} is outside the vocabulary of {config.name}, 0 … {config.vocab_size - 1:,}: "
-                f"was the text encoded with another model's tokenizer?"
+                f"token id {bad:,} is outside the vocabulary of {config.name}, "
+                f"0 … {config.vocab_size - 1:,}: was the text encoded with another model's tokenizer?"
             )
     return array.astype(np.int64, copy=False)
 

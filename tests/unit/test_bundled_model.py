@@ -34,7 +34,7 @@ def test_held_out_text_costs_at_most_two_bits_a_character():
 
 
 def test_all_1024_positions_are_trained():
-    """An untrained position keeps its random start: the last ones would be as unlike their neighbors as noise."""
+    """An untrained position keeps its random start, as unlike its neighbor as noise is."""
     table = kv.load_model("austen-gpt2").params["wpe.weight"].astype(np.float64)
     unit = table / np.linalg.norm(table, axis=1, keepdims=True)
     neighbors = (unit[1:] * unit[:-1]).sum(1)

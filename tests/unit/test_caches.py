@@ -100,17 +100,15 @@ def test_load_refuses_what_does_not_fit():
     cache = kv.ContiguousCache(CONFIG)
     cache.begin(2)
     cache.abort()
-    good = dict(layout="layer, kv_head, token, head_dim", dtype="float32", start=0,
-                keys=np.zeros((2, 2, 3, 4), np.float32), values=np.zeros((2, 2, 3, 4), np.float32))  # fmt: skip
+    zeros = np.zeros((2, 2, 3, 4), np.float32)
+    good = dict(layout="layer, kv_head, token, head_dim", dtype="float32", start=0, keys=zeros, values=zeros)
+    longer = np.zeros((2, 2, 13, 4), np.float32)
     for change, error, words in [
         (dict(keys=np.zeros((1, 2, 3, 4), np.float32)), ValueError, "does not fit"),
         (dict(dtype="float16"), TypeError, "payload holds float16"),
         (dict(start=5), ValueError, "begins at position 5, the cache ends at 0"),
-        (
-            dict(keys=np.zeros((2, 2, 13, 4), np.float32), values=np.zeros((2, 2, 13, 4), np.float32)),
-            kv.CacheFull,
-            "13",
-        ),
+        (dict(keys=longer, values=longer), kv.CacheFull, "13 tokens do not fit"),
+        (dict(keys=zeros[0]), ValueError, "does not fit"),
     ]:
         with pytest.raises(error, match=words):
             cache.load(good | change)

@@ -82,7 +82,7 @@ def test_a_damaged_file_is_named_with_its_remedy(tmp_path, monkeypatch):
     content[-1] ^= 1
     broken.write_bytes(content)
     monkeypatch.setattr(paths, "data_dir", lambda: tmp_path)
-    with pytest.raises(fetch.DamagedFile, match="model.safetensors is damaged: .* git checkout") as caught:
+    with pytest.raises(fetch.DamagedFile, match="model.safetensors is damaged: .*git checkout") as caught:
         loading.load_model("austen-gpt2-draft")
     assert "\n" not in str(caught.value)
 

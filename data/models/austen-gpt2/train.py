@@ -267,7 +267,7 @@ def train(args):
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
-        for opt, state in zip(opts, saved["optimizers"]):
+        for opt, state in zip(opts, saved["optimizers"], strict=True):
             opt.load_state_dict(state)
         step, seconds, curve = saved["step"], saved["seconds"], saved["curve"]
     parameters = sum(p.numel() for p in model.parameters())
