@@ -24,5 +24,5 @@ def total_tokens(run: Run) -> str | None:
             )
         if got in (right - 1, right + 1):
             return f"{asked}: {got:,} is one off. Every step adds exactly one token, the first step too"
-        return f"{asked}: expected {right:,}, got {got}"
+        return f"{asked}: expected {right:,}, got {got!r}"
     return None

@@ -11,42 +11,15 @@ import html
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import anywidget
 import ipywidgets
-import numpy as np
 import plotly.graph_objects as go
-import traitlets
 from IPython.display import display
 
-from kvcourse.figures.template import CONFIG, HEIGHT, MAX_HEIGHT, MAX_WIDTH, TEMPLATE, THEME_CSS
-from kvcourse.widgets.shared_plotly import SharedFigureWidget
+from kvcourse.figures.template import MAX_HEIGHT, MAX_WIDTH, THEME_CSS
+from kvcourse.widgets.views import FigureView, Readout, styled
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 SIGNIFICANT_DIGITS = 6  # of the numbers stored with a still figure
-
-
-class Readout(anywidget.AnyWidget):
-    """One line of text that a screen reader announces when it changes (``role="status"``).
-
-    ``ipywidgets.HTML`` replaces its whole content on a change, the live region included, and most screen
-    readers then stay silent. This widget keeps its element and changes only the text, which also needs no
-    escaping. The style sheet that makes figures follow the theme travels with it.
-    """
-
-    _esm = """
-    export default {
-      render({ model, el }) {
-        el.setAttribute("role", "status");
-        el.classList.add("kv-text");
-        const show = () => { el.textContent = model.get("text"); };
-        model.on("change:text", show);
-        show();
-        return () => model.off("change:text", show);
-      }
-    };
-    """
-    _css = THEME_CSS
-    text = traitlets.Unicode("").tag(sync=True)
 
 
 def one_line(error: BaseException) -> str:
@@ -62,17 +35,17 @@ class Panel(ipywidgets.VBox):
     ----------
     name
         Whole words, unique in the notebook: the panel's ``repr`` is ``<Panel: name>``, which ``pytest
-        --nbval`` compares (a bare ``FigureWidget`` would show a random id).
+        --nbval`` compares.
     controls
         Argument name of ``compute`` -> ipywidgets widget with a ``value`` and a ``description``.
     compute
         ``compute(**values) -> data``: pure, under 100 ms unless ``slow``.
     figure
-        ``figure(data) -> Figure``. Every call gives the same traces in the same order.
+        ``figure(data) -> Figure``.
     describe
         ``describe(data) -> str``: one sentence with the result, not a description of the axes.
     update
-        ``update(figure_widget, data)``, run inside ``batch_update``. Without it the panel calls
+        ``update(figure, data)``, run inside ``figure.batch_update()``. Without it the panel calls
         ``figure(data)`` again and sends what changed, which is fast enough for some thousand points.
     slow
         For a ``compute`` above 100 ms: it then runs only when the reader presses the button, and is called as
@@ -94,7 +67,7 @@ class Panel(ipywidgets.VBox):
         compute: Callable[..., Any],
         figure: Callable[[Any], go.Figure],
         describe: Callable[[Any], str],
-        update: Callable[[go.FigureWidget, Any], None] | None = None,
+        update: Callable[[go.Figure, Any], None] | None = None,
         *,
         slow: bool = False,
         first: Any = None,
@@ -104,15 +77,14 @@ class Panel(ipywidgets.VBox):
         self.controls = dict(controls)
         self.slow = slow
         self._compute, self._draw, self._describe = compute, figure, describe
-        self._update = update or self._send_changes
+        self._update = update
         self._held = False
 
         self.data = self._run_compute() if first is None else first
         drawing = self._draw(self.data)
         _check_size(drawing)
-        self.figure = SharedFigureWidget(drawing)
-        self.figure.update_layout(template=TEMPLATE, autosize=True, height=drawing.layout.height or HEIGHT)
-        self.figure._config = self.figure._config | CONFIG
+        self.figure = drawing
+        self._view = FigureView(drawing)
         self._readout = Readout(text=self._describe(self.data))
 
         for control_name, control in self.controls.items():
@@ -123,7 +95,7 @@ class Panel(ipywidgets.VBox):
             layout=ipywidgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="4px 24px"),
         )
         super().__init__(
-            children=[row, self.figure, self._readout],
+            children=[row, self._view, self._readout],
             layout=ipywidgets.Layout(width="100%", max_width=f"{MAX_WIDTH}px", overflow="hidden"),
         )
         self.add_class("kv-panel")  # how the browser test finds it
@@ -174,8 +146,12 @@ class Panel(ipywidgets.VBox):
         try:
             data = self._run_compute()
             text = self._describe(data)
-            with self.figure.batch_update():
-                self._update(self.figure, data)
+            if self._update is None:
+                self.figure = self._draw(data)
+            else:
+                with self.figure.batch_update():
+                    self._update(self.figure, data)
+            self._view.show(self.figure)
         except Exception as error:
             setting = ", ".join(f"{name} = {value}" for name, value in self.values.items())
             self._readout.text = f"This setting does not work ({setting}): {one_line(error)}"
@@ -187,20 +163,6 @@ class Panel(ipywidgets.VBox):
         if self.slow:
             return self._compute(progress=self._report, **self.values)
         return self._compute(**self.values)
-
-    def _send_changes(self, shown: go.FigureWidget, data: Any) -> None:
-        fresh = self._draw(data)
-        if len(fresh.data) != len(shown.data):
-            raise ValueError(
-                f"figure(data) made {len(fresh.data)} traces, the panel shows {len(shown.data)}: "
-                "keep the number of traces fixed and empty the ones not needed"
-            )
-        for old, new in zip(shown.data, fresh.data, strict=True):
-            before, after = old.to_plotly_json(), new.to_plotly_json()
-            old.update({key: value for key, value in after.items() if not _same(before.get(key), value)})
-        before, after = shown.layout.to_plotly_json(), fresh.layout.to_plotly_json()
-        after.pop("template", None)
-        shown.layout.update({key: value for key, value in after.items() if not _same(before.get(key), value)})
 
     def _slow_parts(self, label: str) -> list[ipywidgets.Widget]:
         self._button = ipywidgets.Button(description=label, layout=ipywidgets.Layout(width="auto"))
@@ -238,18 +200,15 @@ class Still:
 
     def __init__(self, name: str, figure: go.Figure, text: str) -> None:
         _check_size(figure)
-        self.name, self.text = name, text
-        self.figure = go.Figure(figure)
-        self.figure.update_layout(template=TEMPLATE, autosize=True, height=figure.layout.height or HEIGHT)
+        self.name, self.figure, self.text = name, figure, text
+        self._content = _rounded(styled(figure), name)
 
     def __repr__(self) -> str:
         return f"<Still: {self.name}>"
 
     def bundle(self) -> dict[str, Any]:
         """The figure as plain JSON values, as it is stored in the notebook."""
-        content = _plain(self.figure.to_plotly_json(), self.name)
-        content["config"] = dict(CONFIG)
-        return {PLOTLY_MIME: content, "text/plain": repr(self)}
+        return {PLOTLY_MIME: self._content, "text/plain": repr(self)}
 
     def _ipython_display_(self) -> None:
         display(self.bundle(), raw=True)
@@ -303,25 +262,12 @@ def _lay_out(name: str, control: ipywidgets.Widget) -> None:
     control.layout.max_width = "100%"
 
 
-def _same(old: Any, new: Any) -> bool:
-    # An array compared with == gives an array; to be safe anything array-like counts as changed unless
-    # identical.
-    try:
-        return bool(old is new or old == new)
-    except ValueError:
-        return False
-
-
-def _plain(value: Any, name: str) -> Any:
-    """``value`` with tuples as lists and floats rounded; ``ValueError`` where a NumPy array sits in it."""
-    if isinstance(value, np.ndarray):
-        raise ValueError(
-            f"still figure {name!r} holds a NumPy array: pass a list of rounded numbers (array.tolist())"
-        )
+def _rounded(value: Any, name: str) -> Any:
+    """JSON values with floats rounded; ``ValueError`` where plotly packed a NumPy array ("bdata")."""
     if isinstance(value, dict):
-        return {key: _plain(item, name) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, name) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
+        if "bdata" in value:
+            raise ValueError(f"still figure {name!r} holds a NumPy array: pass a list of rounded numbers")
+        return {key: _rounded(item, name) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item, name) for item in value]
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value

@@ -13,7 +13,7 @@ import ipywidgets
 from IPython.display import display
 
 from kvcourse import progress
-from kvcourse.widgets.panel import Readout
+from kvcourse.widgets.views import Readout
 
 KINDS = ("number", "choice", "text")
 
