@@ -74,5 +74,5 @@ lock:
 	mv requirements-test.lock.new requirements-test.lock
 
 clean:
-	rm -rf .pytest_cache .ruff_cache .hypothesis screenshots
+	rm -rf .pytest_cache .ruff_cache .hypothesis build
 	find . -name __pycache__ -not -path "./.venv/*" -prune -exec rm -rf {} +
