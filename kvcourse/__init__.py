@@ -4,7 +4,9 @@ Names are looked up on first use, so that `import kvcourse` stays fast: nothing
 here imports torch, plotly or ipywidgets until a name that needs them is used.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -41,11 +43,22 @@ def __getattr__(name):
         value = import_module(f"kvcourse.{name}")
     else:
         raise AttributeError(f"module 'kvcourse' has no attribute {name!r}")
-    # `kv.generate` is the function, though a module of that name exists: importing
-    # the module has put itself here, and the function takes its place.
     globals()[name] = value
     return value
 
 
 def __dir__():
     return __all__
+
+
+class _Package(ModuleType):
+    """Keeps `kv.generate` the function: whoever imports the module of that name first, Python then
+    puts the module here, in the function's place."""
+
+    def __setattr__(self, name, value):
+        if name in _HOME and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
