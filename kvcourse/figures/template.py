@@ -110,11 +110,13 @@ def new_figure(
     height: int = HEIGHT,
     log_x: bool = False,
     log_y: bool = False,
+    grid: bool = True,
 ) -> go.Figure:
     """An empty figure with the course's template.
 
     ``x_title`` and ``y_title`` name the axes with their units ("time of one step (ms)"); a log axis gets
-    ", log scale" behind its title. ``height`` is in px, at most 420. Raises ``ValueError`` above that.
+    ", log scale" behind its title. ``height`` is in px, at most 420.
+    ``grid=False`` for heat maps. Raises ``ValueError`` above that.
     """
     if height > MAX_HEIGHT:
         raise ValueError(
@@ -124,6 +126,9 @@ def new_figure(
     figure.update_layout(template=TEMPLATE, height=height)
     figure.update_xaxes(title_text=x_title + (", log scale" if log_x else ""))
     figure.update_yaxes(title_text=y_title + (", log scale" if log_y else ""))
+    if not grid:
+        figure.update_xaxes(showgrid=False)
+        figure.update_yaxes(showgrid=False)
     # dtick 1 labels whole decades only: plotly's "2" and "5" in between would be read as 2 and 5.
     if log_x:
         figure.update_xaxes(type="log", dtick=1)
@@ -199,5 +204,9 @@ def heat_map(
         xgap=1,
         ygap=1,
         colorscale=[[0, f"rgba({red},{green},{blue},0.25)"], [1, f"rgba({red},{green},{blue},1)"]],
-        colorbar={"title": {"text": bar_title, "side": "right"}, "thickness": 14, "outlinewidth": 0},
+        colorbar={
+            "title": {"text": bar_title, "side": "right", "font": {"size": TEXT_SIZE}},
+            "thickness": 14,
+            "outlinewidth": 0,
+        },
     )

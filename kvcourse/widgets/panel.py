@@ -55,9 +55,9 @@ class Panel(ipywidgets.VBox):
     button
         The label of the button of a ``slow`` panel.
 
-    Raises ``ValueError`` when a control has no description. An exception of the first drawing is raised (the
-    author sees it); later ones, while the reader moves a control, become one line of text and the panel stays
-    alive.
+    Raises ``ValueError`` when a control has no description or a slider's value is not one of its steps. An
+    exception of the first drawing is raised (the author sees it); later ones, while the reader moves a
+    control, become one line of text and the panel stays alive.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Panel(ipywidgets.VBox):
 
         for control_name, control in self.controls.items():
             _lay_out(control_name, control)
+            _check_step(self, control_name, control)
             control.observe(self._moved, names="value")
         row = ipywidgets.HBox(
             [*self.controls.values(), *(self._slow_parts(button) if slow else [])],
@@ -234,6 +235,19 @@ def _set_value(panel: Panel, name: str, value: Any) -> None:
         raise ValueError(
             f"control {name!r} of {panel!r} cannot be {value!r}{limits}: it went to {control.value!r}"
         )
+    _check_step(panel, name, control)
+
+
+def _check_step(panel: Panel, name: str, control: ipywidgets.Widget) -> None:
+    # The browser moves such a slider to its next step by itself and reports that back at some later time, so
+    # the text would change under the reader's eyes and a test would depend on who is faster.
+    if isinstance(control, (ipywidgets.IntSlider, ipywidgets.FloatSlider)):
+        steps = (control.value - control.min) / control.step
+        if abs(steps - round(steps)) > 1e-6:
+            raise ValueError(
+                f"control {name!r} of {panel!r} cannot be {control.value}: "
+                f"its values are {control.min} + a multiple of {control.step}"
+            )
 
 
 def _lay_out(name: str, control: ipywidgets.Widget) -> None:

@@ -113,6 +113,7 @@ class Prediction(ipywidgets.VBox):
     def _make_box(self, options: Sequence[str] | None, unit: str) -> ipywidgets.Widget:
         if self.kind == "choice":
             box = ipywidgets.RadioButtons(options=list(options or ()), value=None, description="Your guess:")
+            box.layout.width = "max-content"
         else:
             label = f"Your guess ({unit}):" if unit else "Your guess:"
             # Not on every keystroke: half a number is not an answer. Enter or leaving the box records it.

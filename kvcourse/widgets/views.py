@@ -52,9 +52,21 @@ class Readout(_View):
     ``ipywidgets.HTML`` replaces its whole content on a change, the live region included, and many screen
     readers then stay silent. This view keeps its element and changes only the text, which also needs no
     escaping.
+
+    It also gives the keyboard to the controls around it. JupyterLab reacts to arrow keys and single letters
+    all over a notebook ("d d" deletes a cell), so a drop-down in an output never sees them. It keeps its
+    shortcuts off a focused element with the attribute that is set here; the element itself must have it, not
+    a box around it.
     """
 
     _esm = """
+    if (!globalThis.kvcourseKeys) {
+      globalThis.kvcourseKeys = true;
+      document.addEventListener("focusin", event => {
+        if (event.target.closest?.(".kv-panel, .kv-prediction"))
+          event.target.setAttribute("data-lm-suppress-shortcuts", "true");
+      });
+    }
     export default {
       async render({ model, el }) {
         el.setAttribute("role", "status");
