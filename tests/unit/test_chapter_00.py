@@ -152,6 +152,12 @@ def in_two_orders(model, ids):
     return model(ids), np.concatenate([model([token], cache) for token in ids])
 
 
+def test_the_margin_test_gets_the_text_that_the_cell_writes():
+    (listed,) = nbformat.read(NOTEBOOK, 4).metadata["kvcourse"]["greedy"]
+    assert listed["prompt"] == assigned("prompt")
+    assert listed["max_new_tokens"] == keyword("kv.generate", "max_new_tokens")
+
+
 def test_the_count_for_90_percent_hangs_on_no_rounding(model, tokenizer):
     once, stepwise = (
         np.cumsum(np.sort(ops.softmax(logits[-1]))[::-1])
