@@ -1,0 +1,96 @@
+"""The peer: GPT2LMHeadModel of the transformers library, on the same weights and threads.
+
+transformers is installed for tests only; `available()` says whether it is there.
+"""
+
+from importlib.util import find_spec
+
+import numpy as np
+
+
+def available():
+    """True when both transformers and torch are installed. Imports neither."""
+    return find_spec("transformers") is not None and find_spec("torch") is not None
+
+
+class TransformersGPT2:
+    """A GPT2LMHeadModel in eval mode with copies of a `GPT2`'s weights, float32, on the CPU.
+
+    threads  for PyTorch; None leaves its own choice
+
+    The attention is the model's: a call made with one must not be used after another is made.
+    """
+
+    ATTENTION = ("sdpa", "eager")  # its own ways on a CPU
+
+    def __init__(self, model, threads):
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        if threads:
+            torch.set_num_threads(threads)
+        self._torch, self._transformers = torch, transformers
+        c = model.config
+        described = transformers.GPT2Config(
+            vocab_size=c.vocab_size,
+            n_positions=c.max_seq_len,
+            n_embd=c.hidden_size,
+            n_layer=c.num_layers,
+            n_head=c.num_heads,
+            n_inner=c.intermediate_size,
+            layer_norm_epsilon=c.norm_eps,
+        )
+        self._model = transformers.GPT2LMHeadModel(described).eval().requires_grad_(False)
+        state = {f"transformer.{name}": torch.from_numpy(array) for name, array in model.params.items()}
+        state["lm_head.weight"] = state["transformer.wte.weight"]
+        self._model.load_state_dict(state)  # copies, into memory that PyTorch aligned for itself
+        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.threads = torch.get_num_threads()
+
+    def uncached(self, ids, attention="sdpa"):
+        """A call that computes a whole sequence without a cache: logits (T, vocab_size), a NumPy array."""
+        self._model.set_attn_implementation(attention)
+        rows = self._torch.tensor([ids])
+
+        def call():
+            with self._torch.inference_mode():
+                return self._model(rows, use_cache=False).logits[0].numpy()
+
+        return call
+
+    def cached_step(self, ids, storage="dynamic", attention="sdpa"):
+        """A call that computes logits (1, vocab_size) of the last id behind the others, held in a cache.
+
+        The cache is cropped after each call, so that each finds the same tokens. `storage`
+        "dynamic" is the library's default cache, which grows by concatenation; "static" its
+        preallocated one, here as long as the model has positions, like ours.
+        """
+        self._model.set_attn_implementation(attention)
+        config = self._model.config
+        cache = (
+            self._transformers.DynamicCache(config=config)
+            if storage == "dynamic"
+            else self._transformers.StaticCache(config=config, max_cache_len=config.n_positions)
+        )
+        rows = self._torch.tensor([ids])
+        with self._torch.inference_mode():
+            self._model(rows[:, :-1], cache=cache, use_cache=True, logits_to_keep=1)
+
+        def call():
+            with self._torch.inference_mode():
+                logits = self._model(rows[:, -1:], cache=cache, use_cache=True).logits[0].numpy()
+                cache.crop(-1)
+                return logits
+
+        return call
+
+
+def same_answer(ours, theirs, tolerance=1e-3):
+    """Raise ValueError unless two arrays of logits agree: both sides must have done the same work.
+
+    The tolerance allows for sums in another order, float32, at logits of size about 1.
+    """
+    worst = float(np.abs(ours - theirs).max()) if ours.shape == theirs.shape else float("inf")
+    if not worst <= tolerance:
+        raise ValueError(f"the peers' logits differ by {worst:.2g}, not by ≤ {tolerance}: not the same work")
