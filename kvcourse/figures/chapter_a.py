@@ -1,0 +1,178 @@
+"""The pictures of primer A: the causal triangle, and what one attention head looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from kvcourse.figures import template as look
+
+
+def quoted(piece: str) -> str:
+    """A token's text in quotes, so that its leading space shows, with a line break as a visible sign."""
+    return f"“{piece}”".replace("\n", "⏎")
+
+
+# --- the causal triangle -------------------------------------------------------------
+
+
+def triangle_figure(pieces: Sequence[str]) -> go.Figure:
+    """Which key each query may see: a cell a pair, the hatched ones masked.
+
+    pieces  the text of T tokens
+    """
+    T = len(pieces)
+    figure = look.new_figure("position of the key (K)", "position of the query (Q)", height=340)
+    seen = [(row, column) for row in range(T) for column in range(row + 1)]
+    masked = [(row, column) for row in range(T) for column in range(row + 1, T)]
+    figure.add_trace(_cells(seen, "score kept", {"color": look.PAPER}, [f"q{r} · k{c}" for r, c in seen]))
+    hatch = {"shape": look.HATCH, "fgcolor": look.MASKED, "solidity": 0.4}
+    figure.add_trace(_cells(masked, "masked: the key comes later", {"color": look.PAPER, "pattern": hatch}))
+    figure.update_layout(barmode="overlay", bargap=0.06)
+    labels = [f"{position} {quoted(piece)}" for position, piece in enumerate(pieces)]
+    ticks = {"tickvals": list(range(T)), "ticktext": labels, "ticks": "", "showgrid": False}
+    figure.update_xaxes(range=[-0.5, T - 0.5], **ticks, tickfont_color=look.KEY)
+    figure.update_yaxes(range=[T - 0.5, -0.5], **ticks, tickfont_color=look.QUERY)
+    return figure
+
+
+def _cells(cells: list, name: str, marker: dict, text: list | None = None) -> go.Bar:
+    # Bars of length 1, because a heat map's cells cannot be hatched.
+    return go.Bar(
+        x=[0.94] * len(cells),
+        y=[row for row, _ in cells],
+        base=[column - 0.47 for _, column in cells],
+        orientation="h",
+        name=name,
+        text=text,
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        textfont={"color": look.INK, "size": look.TEXT_SIZE},
+        marker={**marker, "line": {"color": look.INK if text else look.MASKED, "width": 1}},
+        hovertext=[f"query {row}, key {column}: {name}" for row, column in cells],
+        hovertemplate="%{hovertext}<extra></extra>",
+    )
+
+
+def triangle_text(pieces: Sequence[str]) -> str:
+    """The triangle in one sentence."""
+    T = len(pieces)
+    kept = T * (T + 1) // 2
+    return (
+        f"Of {T} × {T} = {T * T} scores {kept} are kept and {T * T - kept} masked: query 0 sees key 0 alone, "
+        f"query {T - 1} sees keys 0 … {T - 1}."
+    )
+
+
+# --- what a head looks at ------------------------------------------------------------
+
+
+def attention(weights: np.ndarray, pieces: Sequence[str], layer: int, head: int, query: int) -> dict:
+    """Everything the panel shows of one head, as plain values.
+
+    weights  attention weights, float32 (num_layers, num_heads, T, T), rows sum to 1
+    pieces   (T,) the text of the tokens
+    query    the row shown as bars, 0 … T − 1
+
+    `first`, `before` and `own` are the shares that the head gives to position 0, to the token just
+    before and to the row's own token, in percent, as means over rows 1 … T − 1 (row 0 has no choice).
+    `even` is the mean over the same rows for a head that spreads its weight evenly.
+    """
+    chosen = 100 * weights[layer, head].astype(np.float64)
+    T = len(pieces)
+    return {
+        "layer": layer,
+        "head": head,
+        "query": query,
+        "pieces": list(pieces),
+        "percent": chosen.round(1).tolist(),
+        "first": round(float(chosen[1:, 0].mean()), 1),
+        "before": round(float(np.diagonal(chosen, offset=-1).mean()), 1),
+        "own": round(float(np.diagonal(chosen)[1:].mean()), 1),
+        "even": round(float(np.mean([100 / (row + 1) for row in range(1, T)])), 1),
+    }
+
+
+def attention_figure(data: dict) -> go.Figure:
+    """Left: all rows as a heat map, masked cells hatched, the chosen row framed. Right: that row as bars."""
+    T, query, pieces = len(data["pieces"]), data["query"], data["pieces"]
+    figure = look.new_figure("position of the key (K)", "position of the query (Q)", height=look.MAX_HEIGHT)
+    visible = [[cell if c <= r else 0 for c, cell in enumerate(row)] for r, row in enumerate(data["percent"])]
+    figure.add_trace(look.heat_map(visible, hover=_hover(data), largest=100))
+    figure.data[0].update(showscale=False)
+    figure.add_trace(
+        go.Bar(
+            x=[T - 1 - row for row in range(T - 1)],
+            y=list(range(T - 1)),
+            base=[row + 0.5 for row in range(T - 1)],
+            orientation="h",
+            showlegend=False,
+            marker={
+                "color": look.PAPER,
+                "line": {"width": 0},
+                "pattern": {"shape": look.HATCH, "fgcolor": look.MASKED, "solidity": 0.3},
+            },
+            hovertemplate="masked: these keys come later<extra></extra>",
+        )
+    )
+    figure.add_trace(_row_bars(data))
+    frame = {"type": "rect", "x0": -0.5, "x1": query + 0.5, "y0": query - 0.5, "y1": query + 0.5}
+    figure.add_shape(**frame, line={"color": look.INK, "width": 2.5})
+    labels = [f"{quoted(piece)} {position}" for position, piece in enumerate(pieces)]
+    ticks = {"tickvals": list(range(T)), "ticktext": labels, "ticks": "", "showgrid": False}
+    axis = figure.layout.template.layout.xaxis.to_plotly_json()
+    figure.update_layout(
+        bargap=0,
+        xaxis={"domain": [0, 0.5], "range": [-0.5, T - 0.5], "tickangle": -90, **ticks},
+        yaxis={"range": [T - 0.5, -0.5], **ticks},
+        xaxis2={**axis, "domain": [0.66, 1], "anchor": "y2", "range": [0, 105], "dtick": 25},
+        yaxis2={**axis, "anchor": "x2", "range": [T - 0.5, -0.5], **ticks},
+        margin={"t": 12},
+    )
+    figure.layout.xaxis2.title.text = f"weights of query {query}, {quoted(pieces[query])} (%)"
+    return figure
+
+
+def _row_bars(data: dict) -> go.Bar:
+    row = data["percent"][data["query"]][: data["query"] + 1]
+    return go.Bar(
+        x=row,
+        y=list(range(len(row))),
+        width=0.7,
+        orientation="h",
+        xaxis="x2",
+        yaxis="y2",
+        showlegend=False,
+        marker={"color": look.KEY, "line": {"color": look.INK, "width": 1}},
+        hovertext=_hover(data)[data["query"]][: len(row)],
+        hovertemplate="%{hovertext}<extra></extra>",
+    )
+
+
+def _hover(data: dict) -> list[list[str]]:
+    pieces = data["pieces"]
+    return [
+        [
+            f"query {r} {quoted(pieces[r])} gives key {c} {quoted(pieces[c])} {cell:g} %"
+            if c <= r
+            else f"query {r} {quoted(pieces[r])}, key {c} {quoted(pieces[c])}: masked"
+            for c, cell in enumerate(row)
+        ]
+        for r, row in enumerate(data["percent"])
+    ]
+
+
+def attention_text(data: dict) -> str:
+    """One sentence: where the chosen row looks most, and the head's habits over all rows."""
+    row = data["percent"][data["query"]][: data["query"] + 1]
+    best = max(range(len(row)), key=row.__getitem__)
+    pieces, query = data["pieces"], data["query"]
+    return (
+        f"Layer {data['layer']}, head {data['head']}: token {query} {quoted(pieces[query])} looks most at "
+        f"token {best} {quoted(pieces[best])} ({row[best]:.0f} %). Over rows 1 … {len(pieces) - 1} the head "
+        f"gives {data['first']:.0f} % to the first token, {data['before']:.0f} % to the one just before and "
+        f"{data['own']:.0f} % to the row's own; an even spread gives {data['even']:.0f} % to each of them."
+    )
