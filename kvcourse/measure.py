@@ -197,6 +197,11 @@ def threads():
     return library and library["num_threads"]
 
 
+def threads_label(count):
+    """In words: 1 thread, 8 threads, or "threads unknown" for None."""
+    return "threads unknown" if count is None else f"{count} thread{'s' * (count != 1)}"
+
+
 def describe_machine():
     """What a figure needs beside it, as a flat dict: processor, threads, libraries, versions, date.
 
@@ -266,7 +271,7 @@ class RecordedRun:
     def label(self):
         """One line for a table or a hover text: recorded, on what, when."""
         m = self.machine
-        return f"recorded {self.date}: {m['cpu']}, {m['threads']} threads"
+        return f"recorded {self.date}: {m['cpu']}, {threads_label(m['threads'])}"
 
 
 _FIELDS = {"kind": str, "command": str, "date": str, "machine": dict, "versions": dict, "results": dict}

@@ -36,13 +36,13 @@ UNSET = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 ATTEMPTS = 6  # at a block, before its disturbed figure is taken
 PAUSE_SECONDS = 2.0  # between two attempts
 LIMITS = (  # (label, numerator, denominator, limit or None): of the fastest calls; -1 is the longest length
-    ("cached step at the longest ÷ its matrix products", ("cached", -1), ("products", -1), 1.25),
-    ("cached step at the longest ÷ transformers, default cache", ("cached", -1), ("peer_cached", -1), 0.9),
-    ("cached step at the longest ÷ transformers, static cache", ("cached", -1), ("peer_static", -1), None),
-    ("cached step at the longest ÷ at the shortest", ("cached", -1), ("cached", 0), 1.45),
-    ("uncached pass over the longest ÷ transformers", ("uncached", -1), ("peer_uncached", -1), 1.5),
-    ("uncached ÷ cached at the longest, package", ("uncached", -1), ("cached", -1), None),
-    ("uncached ÷ cached at the longest, plain loop", ("plain", -1), ("cached", -1), None),
+    ("cached step at {long} ÷ its matrix products", ("cached", -1), ("products", -1), 1.25),
+    ("cached step at {long} ÷ transformers, default cache", ("cached", -1), ("peer_cached", -1), 0.9),
+    ("cached step at {long} ÷ transformers, static cache", ("cached", -1), ("peer_static", -1), None),
+    ("cached step at {long} ÷ at {short}", ("cached", -1), ("cached", 0), 1.45),
+    ("uncached pass over {long} ÷ transformers", ("uncached", -1), ("peer_uncached", -1), 1.5),
+    ("uncached ÷ cached at {long}, package", ("uncached", -1), ("cached", -1), None),
+    ("uncached ÷ cached at {long}, plain loop", ("plain", -1), ("cached", -1), None),
 )
 ROWS = {
     "cached": "cached step",
@@ -97,12 +97,13 @@ def default_path(cpu):
     return paths.data_dir() / "measurements" / f"{'-'.join([KIND, *words])}.json"
 
 
-def ratios(seconds):
+def ratios(seconds, lengths):
     """[(label, value, limit or None)] of those of LIMITS whose two sides were timed."""
     found = []
     for label, (top, i), (bottom, j), limit in LIMITS:
         if top in seconds and bottom in seconds:
-            found.append((label, seconds[top][i] / seconds[bottom][j], limit))
+            named = label.format(short=f"{lengths[0]:,}", long=f"{lengths[-1]:,}")
+            found.append((named, seconds[top][i] / seconds[bottom][j], limit))
     return found
 
 
@@ -112,7 +113,7 @@ def table(run):
     width = max(map(len, ROWS.values())) + 2
     lines = [
         f"{r['shape']}, random weights, float32: {r['statistic']}, milliseconds",
-        f"{machine['cpu']}, {machine['threads']} threads, {machine['blas']}",
+        f"{machine['cpu']}, {measure.threads_label(machine['threads'])}, {machine['blas']}",
         ", ".join(f"{name} {version}" for name, version in versions.items()),
         "",
         "tokens there".ljust(width) + "".join(f"{n:>9,}" for n in r["lengths"]),
@@ -122,7 +123,7 @@ def table(run):
             cells = [f"{1e3 * s:,.1f}" if s is not None else "" for s in r["seconds"][key]]
             lines.append(label.ljust(width) + "".join(f"{cell:>9}" for cell in cells))
     lines.append("")
-    for label, value, limit in ratios(r["seconds"]):
+    for label, value, limit in ratios(r["seconds"], r["lengths"]):
         verdict = "" if limit is None else f"≤ {limit:<5g}{'pass' if value <= limit else 'MISS'}"
         lines.append(f"{label:58}{value:8.2f}  {verdict}".rstrip())
     lines += ["", *r["notes"]]
@@ -158,7 +159,8 @@ def _run_in_own_process(args):
     return run
 
 
-def _time_everything(quick, repeats, peer=True):
+def time_everything(quick, repeats, peer=True):
+    """A recorded run as a dict, its `command` empty: what the timing process hands back."""
     model = random_model("gpt2", **(QUICK_SHAPE if quick else {}))
     lengths = QUICK_LENGTHS if quick else LENGTHS
     bench = _Bench(model, lengths, 2 if quick else repeats, 1 if quick else ATTEMPTS)
@@ -175,12 +177,12 @@ def _time_everything(quick, repeats, peer=True):
         "machine": {name: described[name] for name in ("cpu", "cores", "threads", "blas", "os")},
         "versions": versions,
         "results": {
-            "shape": "a tiny GPT-2, smoke test only" if quick else "GPT-2 124M",
+            "shape": "a tiny GPT-2, its ratios mean nothing" if quick else "GPT-2 124M",
             "statistic": f"fastest of {bench.repeats}",
             "lengths": list(lengths),
             "seconds": bench.seconds,
             "medians": bench.medians,
-            "ratios": {label: round(value, 3) for label, value, _ in ratios(bench.seconds)},
+            "ratios": {label: round(value, 3) for label, value, _ in ratios(bench.seconds, lengths)},
             "disturbed": bench.disturbed,
             "notes": [*bench.notes, f"{' and '.join(UNSET)} unset"],
         },
@@ -240,7 +242,7 @@ class _Bench:
         self._keep(key, i, self._quiet(f"{ROWS[key].strip()} at {self.lengths[i]}", call))
 
     def _time_best(self, key, make, ways, expected):
-        """Time make(way) at the longest length for each way, keep the fastest; all must give `expected`."""
+        """Time make(way) for each way, keep the fastest; all must give `expected`."""
         timings = {}
         for name in ways:
             call = make(name)
@@ -253,7 +255,7 @@ class _Bench:
 
     def _keep(self, key, i, timing):
         for rows, value in ((self.seconds, timing.min), (self.medians, timing.median)):
-            rows.setdefault(key, [None] * len(self.lengths))[i] = value
+            rows.setdefault(key, [None] * len(self.lengths))[i] = round(value, 7)
 
     def _quiet(self, label, call):
         """Time a block; again while it is disturbed, at most `attempts` times. Notes one that stays so."""
@@ -274,4 +276,4 @@ def _shown(path):
 
 
 if __name__ == "__main__":
-    print(json.dumps(_time_everything(**json.loads(sys.argv[1]))))
+    print(json.dumps(time_everything(**json.loads(sys.argv[1]))))
