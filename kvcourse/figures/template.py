@@ -43,7 +43,7 @@ MAX_HEIGHT = 420  # px
 HEIGHT = 380  # px, when nothing else is asked for
 TEXT_SIZE = 14  # px, the smallest text of a figure
 
-CONFIG = {"displayModeBar": False, "displaylogo": False, "responsive": True, "showTips": False}
+CONFIG = {"displayModeBar": False, "displaylogo": False, "showTips": False}
 
 # 25 % gray is visible on white and on JupyterLab's dark gray, so grid lines need no sentinel.
 _GRID = "rgba(128,128,128,0.25)"
@@ -182,7 +182,7 @@ def heat_map(
     ``z`` is a rectangle of rounded numbers >= 0 as plain lists; ``hover`` has the same shape and says each
     cell in whole words. ``largest`` fixes the upper end of the scale, so that moving a control does not
     change what a color means. A zero cell is left out (``None``) rather than colored, so it shows the page in
-    either theme; the scale itself starts at 25 % strength. Raises ``ValueError`` for a negative or non-finite
+    either theme; the scale itself starts at 35 % strength. Raises ``ValueError`` for a negative or non-finite
     number.
     """
     rows = [[float(cell) for cell in row] for row in z]
@@ -203,7 +203,7 @@ def heat_map(
         zmax=top if top > 0 else 1,
         xgap=1,
         ygap=1,
-        colorscale=[[0, f"rgba({red},{green},{blue},0.25)"], [1, f"rgba({red},{green},{blue},1)"]],
+        colorscale=[[0, f"rgba({red},{green},{blue},0.35)"], [1, f"rgba({red},{green},{blue},1)"]],
         colorbar={
             "title": {"text": bar_title, "side": "right", "font": {"size": TEXT_SIZE}},
             "thickness": 14,

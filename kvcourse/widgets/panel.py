@@ -80,6 +80,9 @@ class Panel(ipywidgets.VBox):
         self._update = update
         self._held = False
 
+        for control_name, control in self.controls.items():
+            _lay_out(control_name, control)
+            _check_step(self, control_name, control)
         self.data = self._run_compute() if first is None else first
         drawing = self._draw(self.data)
         _check_size(drawing)
@@ -87,9 +90,7 @@ class Panel(ipywidgets.VBox):
         self._view = FigureView(drawing)
         self._readout = Readout(text=self._describe(self.data))
 
-        for control_name, control in self.controls.items():
-            _lay_out(control_name, control)
-            _check_step(self, control_name, control)
+        for control in self.controls.values():
             control.observe(self._moved, names="value")
         row = ipywidgets.HBox(
             [*self.controls.values(), *(self._slow_parts(button) if slow else [])],

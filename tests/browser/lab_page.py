@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-PLOTLY_MIME = "application/vnd.plotly.v1+json"
 LIGHT, DARK = "JupyterLab Light", "JupyterLab Dark"
 OPEN_MS = 60_000
 RUN_MS = 180_000  # a guard against a hanging notebook, not a target
@@ -103,6 +102,23 @@ def panels_of(page, cell: Cell) -> list:
         timeout=SHOW_MS,
     )
     return element.query_selector_all(".kv-panel")
+
+
+def still_of(page, cell: Cell):
+    """The element of a cell with still figures, each drawn in its full height."""
+    element = show_cell(page, cell.index)
+    page.wait_for_function(
+        """([cell, count]) => {
+          const stills = [...cell.querySelectorAll(".jp-RenderedPlotly")];
+          return stills.length === count && stills.every(still => {
+            const drawing = still.querySelector(".main-svg");
+            return drawing && still.offsetHeight >= drawing.getBoundingClientRect().height;
+          });
+        }""",
+        arg=[element, len(cell.shown("<Still: "))],
+        timeout=SHOW_MS,
+    )
+    return element
 
 
 def text_of(panel) -> str:

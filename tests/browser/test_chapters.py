@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lab_page as lab
 import pytest
+
 from conftest import REPOSITORY, screenshot_dir
 
 CHAPTERS = REPOSITORY / "chapters"
@@ -46,8 +47,8 @@ def test_chapter_in_jupyterlab(notebook, server, page):
                 problems += [f"panel {name!r}, {short}: {text}" for text in lab.unreadable_text(panel)]
                 _picture(panel, notebook, name, short)
         for cell in with_stills:
-            element = lab.show_cell(page, cell.index)
-            element.wait_for_selector(".jp-RenderedPlotly .main-svg", timeout=lab.SHOW_MS)
+            element = lab.still_of(page, cell)
+            problems += [f"still, {short}: {text}" for text in lab.unreadable_text(element)]
             _picture(element, notebook, cell.shown("<Still: ")[0][8:-1], short)
     assert page.locator("text=Error displaying widget").count() == 0
 

@@ -10,6 +10,7 @@ import json
 import lab_page as lab
 import nbformat
 import pytest
+
 from conftest import screenshot_dir
 
 SET_UP = """
@@ -126,8 +127,7 @@ def test_a_panel_moves_by_keyboard_and_reads_in_both_themes(server, page):
         short = theme.split()[-1].lower()
         assert lab.unreadable_text(panel) == []
         panel.screenshot(path=screenshot_dir() / f"fixture--panel--{short}.png")
-        still = lab.show_cell(page, cells[3].index)
-        still.wait_for_selector(".jp-RenderedPlotly .main-svg", timeout=lab.SHOW_MS)
+        still = lab.still_of(page, cells[3])
         assert lab.unreadable_text(still) == []
         still.screenshot(path=screenshot_dir() / f"fixture--still--{short}.png")
         lab.show_cell(page, cells[1].index)
