@@ -243,9 +243,12 @@ def test_scaled_parts_meet_the_curve_at_the_anchor():
 
 def test_the_step_figure_and_its_sentence():
     recorded = figures.recorded_rows(
-        {"lengths": figures.TOKENS, "seconds": {"plain": [0.1] * 5, "cached": [0.02] * 5}}
+        {
+            "lengths": [16, 1000],
+            "seconds": {"plain": [0.1, 3.0], "cached": [0.02, 0.03], "uncached": [0.2, 2]},
+        }
     )
-    assert recorded[0] == {"tokens": 16, "without": 100.0, "with": 20.0}
+    assert recorded[0] == {"tokens": 16, "without": 100.0, "with": 20.0, "package": 200.0}
     drawn = figures.step_figure(ROWS, (recorded, "recorded on a test machine"))
     assert [line.name for line in drawn.data] == [
         "blog, without", "blog, with", "recorded, without", "recorded, with", "here, without", "here, with"
