@@ -9,6 +9,13 @@ import plotly.graph_objects as go
 
 from kvcourse.figures import template as look
 
+FULL = 50  # %, the deepest blue: rows after the first seldom give one key more, and 10 must differ from 15
+
+# An axis says by its line whether it counts keys or queries; labels in these colors would be too dark to
+# read in the dark theme.
+KEY_LINE = {"linecolor": look.KEY, "linewidth": 4}
+QUERY_LINE = {"linecolor": look.QUERY, "linewidth": 4}
+
 
 def quoted(piece: str) -> str:
     """A token's text in quotes, so that its leading space shows, with a line break as a visible sign."""
@@ -33,8 +40,8 @@ def triangle_figure(pieces: Sequence[str]) -> go.Figure:
     figure.update_layout(barmode="overlay", bargap=0.06)
     labels = [f"{position} {quoted(piece)}" for position, piece in enumerate(pieces)]
     ticks = {"tickvals": list(range(T)), "ticktext": labels, "ticks": "", "showgrid": False}
-    figure.update_xaxes(range=[-0.5, T - 0.5], **ticks, tickfont_color=look.KEY)
-    figure.update_yaxes(range=[T - 0.5, -0.5], **ticks, tickfont_color=look.QUERY)
+    figure.update_xaxes(range=[-0.5, T - 0.5], **ticks, **KEY_LINE)
+    figure.update_yaxes(range=[T - 0.5, -0.5], **ticks, **QUERY_LINE)
     return figure
 
 
@@ -77,8 +84,9 @@ def attention(weights: np.ndarray, pieces: Sequence[str], layer: int, head: int,
     pieces   (T,) the text of the tokens
     query    the row shown as bars, 0 … T − 1
 
-    `first`, `before` and `own` are the shares that the head gives to position 0, to the token just
-    before and to the row's own token, in percent, as means over rows 1 … T − 1 (row 0 has no choice).
+    `percent` are all rows, rounded to 0.1 for the figure; `best` is the key with the largest weight in the
+    chosen row. `first`, `before` and `own` are the shares that the head gives to position 0, to the token
+    just before and to the row's own token, in percent, as means over rows 1 … T − 1 (row 0 has no choice).
     `even` is the mean over the same rows for a head that spreads its weight evenly.
     """
     chosen = 100 * weights[layer, head].astype(np.float64)
@@ -89,10 +97,12 @@ def attention(weights: np.ndarray, pieces: Sequence[str], layer: int, head: int,
         "query": query,
         "pieces": list(pieces),
         "percent": chosen.round(1).tolist(),
-        "first": round(float(chosen[1:, 0].mean()), 1),
-        "before": round(float(np.diagonal(chosen, offset=-1).mean()), 1),
-        "own": round(float(np.diagonal(chosen)[1:].mean()), 1),
-        "even": round(float(np.mean([100 / (row + 1) for row in range(1, T)])), 1),
+        "best": int(chosen[query].argmax()),
+        "best_percent": float(chosen[query].max()),
+        "first": float(chosen[1:, 0].mean()),
+        "before": float(np.diagonal(chosen, offset=-1).mean()),
+        "own": float(np.diagonal(chosen)[1:].mean()),
+        "even": float(np.mean([100 / (row + 1) for row in range(1, T)])),
     }
 
 
@@ -101,7 +111,7 @@ def attention_figure(data: dict) -> go.Figure:
     T, query, pieces = len(data["pieces"]), data["query"], data["pieces"]
     figure = look.new_figure("position of the key (K)", "position of the query (Q)", height=look.MAX_HEIGHT)
     visible = [[cell if c <= r else 0 for c, cell in enumerate(row)] for r, row in enumerate(data["percent"])]
-    figure.add_trace(look.heat_map(visible, hover=_hover(data), largest=100))
+    figure.add_trace(look.heat_map(visible, hover=_hover(data), largest=FULL))
     figure.data[0].update(showscale=False)
     figure.add_trace(
         go.Bar(
@@ -122,14 +132,14 @@ def attention_figure(data: dict) -> go.Figure:
     frame = {"type": "rect", "x0": -0.5, "x1": query + 0.5, "y0": query - 0.5, "y1": query + 0.5}
     figure.add_shape(**frame, line={"color": look.INK, "width": 2.5})
     labels = [f"{quoted(piece)} {position}" for position, piece in enumerate(pieces)]
-    ticks = {"tickvals": list(range(T)), "ticktext": labels, "ticks": "", "showgrid": False}
+    ticks = {"tickvals": list(range(T)), "ticks": "", "showgrid": False}
     axis = figure.layout.template.layout.xaxis.to_plotly_json()
     figure.update_layout(
         bargap=0,
-        xaxis={"domain": [0, 0.5], "range": [-0.5, T - 0.5], "tickangle": -90, **ticks},
-        yaxis={"range": [T - 0.5, -0.5], **ticks},
+        xaxis={"domain": [0, 0.5], "range": [-0.5, T - 0.5], "tickangle": 0, **ticks, **KEY_LINE},
+        yaxis={"range": [T - 0.5, -0.5], **ticks, **QUERY_LINE, "ticktext": labels},
         xaxis2={**axis, "domain": [0.66, 1], "anchor": "y2", "range": [0, 105], "dtick": 25},
-        yaxis2={**axis, "anchor": "x2", "range": [T - 0.5, -0.5], **ticks},
+        yaxis2={**axis, "anchor": "x2", "range": [T - 0.5, -0.5], **ticks, **KEY_LINE, "ticktext": labels},
         margin={"t": 12},
     )
     figure.layout.xaxis2.title.text = f"weights of query {query}, {quoted(pieces[query])} (%)"
@@ -167,12 +177,10 @@ def _hover(data: dict) -> list[list[str]]:
 
 def attention_text(data: dict) -> str:
     """One sentence: where the chosen row looks most, and the head's habits over all rows."""
-    row = data["percent"][data["query"]][: data["query"] + 1]
-    best = max(range(len(row)), key=row.__getitem__)
-    pieces, query = data["pieces"], data["query"]
+    pieces, query, best = data["pieces"], data["query"], data["best"]
     return (
         f"Layer {data['layer']}, head {data['head']}: token {query} {quoted(pieces[query])} looks most at "
-        f"token {best} {quoted(pieces[best])} ({row[best]:.0f} %). Over rows 1 … {len(pieces) - 1} the head "
-        f"gives {data['first']:.0f} % to the first token, {data['before']:.0f} % to the one just before and "
-        f"{data['own']:.0f} % to the row's own; an even spread gives {data['even']:.0f} % to each of them."
+        f"token {best} {quoted(pieces[best])} ({data['best_percent']:.0f} %). "
+        f"Rows 1 … {len(pieces) - 1} on average: first token {data['first']:.0f} %, "
+        f"token before {data['before']:.0f} %, own token {data['own']:.0f} %; an even spread gives {data['even']:.0f} %."
     )

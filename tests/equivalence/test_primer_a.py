@@ -78,6 +78,23 @@ def test_attention_of_a_layer_equals_the_package(page, model, i):
     assert (weights[:, ~ops.causal_mask(0, 9)] == 0).all()
 
 
+def first_head(page, dtype):
+    """Scores and weights of head 0 in layer 0 on the page's six tokens, computed in `dtype`."""
+    p = {name: array.astype(dtype) for name, array in page["p"].items()}
+    h = page["layer_norm"](page["embed"](page["ids"], p), p["h.0.ln_1.weight"], p["h.0.ln_1.bias"])
+    qkv = h @ p["h.0.attn.c_attn.weight"] + p["h.0.attn.c_attn.bias"]
+    scores = qkv[:, :64] @ qkv[:, 256:320].T / math.sqrt(64)
+    return scores, page["attention"](h, p, 0)[1][0]
+
+
+def test_printed_scores_and_weights_are_no_rounding_ties(page):
+    """Two decimals are printed: no number lies nearer to a tie than 4 × the float32 rounding of its array."""
+    exact = first_head(page, np.float64)
+    for in_32, in_64 in zip(first_head(page, np.float32), exact, strict=True):
+        to_a_tie = np.abs((in_64 * 100) % 1 - 0.5) / 100
+        assert to_a_tie.min() > 4 * np.abs(in_32 - in_64).max()
+
+
 def test_the_greedy_loop_equals_generate(page, model):
     expected = kv.generate(model, page["ids"], max_new_tokens=12)
     assert page["write"](page["ids"], model.params, 12) == page["ids"] + expected

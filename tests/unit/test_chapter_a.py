@@ -38,10 +38,11 @@ def test_triangle_has_a_cell_for_every_pair():
 def test_habits_by_hand():
     weights = weights_of([[1, 0, 0], [0.75, 0.25, 0], [0.5, 0.125, 0.375]])
     data = figures.attention(weights, ["x", " y", "z"], 0, 0, 2)
-    assert data["first"] == 62.5  # (75 + 50) / 2
-    assert data["before"] == 43.8  # (75 + 12.5) / 2, rounded
-    assert data["own"] == 31.2  # (25 + 37.5) / 2, rounded to even
-    assert data["even"] == 41.7  # (50 + 33.3) / 2
+    assert data["first"] == (75 + 50) / 2
+    assert data["before"] == (75 + 12.5) / 2
+    assert data["own"] == (25 + 37.5) / 2
+    assert data["even"] == pytest.approx((50 + 100 / 3) / 2)
+    assert (data["best"], data["best_percent"]) == (0, 50.0)
     assert data["percent"][2] == [50.0, 12.5, 37.5]
     text = figures.attention_text(data)
     assert text.startswith("Layer 0, head 0: token 2 “z” looks most at token 0 “x” (50 %).")
@@ -51,7 +52,7 @@ def test_habits_by_hand():
 def test_even_attention_gives_the_even_share_everywhere(T, data):
     even = np.tril(np.ones((T, T), np.float32)) / np.arange(1, T + 1, dtype=np.float32)[:, None]
     got = figures.attention(even[None, None], ["a"] * T, 0, 0, data.draw(st.integers(0, T - 1)))
-    assert got["first"] == got["before"] == got["own"] == got["even"]
+    assert [got["first"], got["before"], got["own"]] == pytest.approx([got["even"]] * 3, rel=1e-6)
 
 
 def test_bars_are_the_visible_part_of_the_chosen_row_and_the_rest_is_hatched():
