@@ -182,5 +182,6 @@ def attention_text(data: dict) -> str:
         f"Layer {data['layer']}, head {data['head']}: token {query} {quoted(pieces[query])} looks most at "
         f"token {best} {quoted(pieces[best])} ({data['best_percent']:.0f} %). "
         f"Rows 1 … {len(pieces) - 1} on average: first token {data['first']:.0f} %, "
-        f"token before {data['before']:.0f} %, own token {data['own']:.0f} %; an even spread gives {data['even']:.0f} %."
+        f"token before {data['before']:.0f} %, own token {data['own']:.0f} %; "
+        f"an even spread gives {data['even']:.0f} %."
     )
