@@ -136,9 +136,9 @@ def attention_figure(data: dict) -> go.Figure:
     axis = figure.layout.template.layout.xaxis.to_plotly_json()
     figure.update_layout(
         bargap=0,
-        xaxis={"domain": [0, 0.5], "range": [-0.5, T - 0.5], "tickangle": 0, **ticks, **KEY_LINE},
+        xaxis={"domain": [0, 0.49], "range": [-0.5, T - 0.5], "tickangle": 0, **ticks, **KEY_LINE},
         yaxis={"range": [T - 0.5, -0.5], **ticks, **QUERY_LINE, "ticktext": labels},
-        xaxis2={**axis, "domain": [0.66, 1], "anchor": "y2", "range": [0, 105], "dtick": 25},
+        xaxis2={**axis, "domain": [0.68, 1], "anchor": "y2", "range": [0, 105], "dtick": 25},
         yaxis2={**axis, "anchor": "x2", "range": [T - 0.5, -0.5], **ticks, **KEY_LINE, "ticktext": labels},
         margin={"t": 12},
     )
