@@ -63,8 +63,13 @@ def open_notebook(page, server, path: str) -> None:
 def run_all(page) -> list[Cell]:
     """Run every cell and return them; fails when the run does not end."""
     outcome = page.evaluate(_RUN_ALL, RUN_MS)
-    assert outcome != "timeout", f"the notebook did not finish within {RUN_MS / 1000:.0f} s"
-    return [Cell(index, **cell) for index, cell in enumerate(page.evaluate(_CELLS))]
+    cells = [Cell(index, **cell) for index, cell in enumerate(page.evaluate(_CELLS))]
+    waiting = [cell for cell in cells if cell.code and cell.count is None]
+    assert outcome != "timeout", (
+        f"the notebook did not finish within {RUN_MS / 1000:.0f} s; it was in cell {waiting[0].index}:\n"
+        f"{waiting[0].source}"
+    )
+    return cells
 
 
 def problems_of_run(cells: list[Cell]) -> list[str]:
