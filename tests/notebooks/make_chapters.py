@@ -5,9 +5,12 @@
 
 Each runs in a fresh kernel with an empty reader's record, and is then normalized so that the
 stored file holds only what the tests compare: running it twice gives the same file, except for
-the cells that time something. Stops with one line when a cell raises or writes to stderr.
+the cells that time something. Those are stored anew as well, so that every figure on a page comes
+from one run of one machine. Stops with one line when a cell raises or writes to stderr; that
+notebook's file is then left as it was.
 """
 
+import json
 import os
 import sys
 import tempfile
@@ -29,24 +32,44 @@ class NotebookFailed(Exception):
 
 
 def run(notebook, folder, timeout=300):
-    """Run every cell of a notebook in place, in a fresh `python3` kernel started in `folder`."""
+    """Run every cell in a fresh `python3` kernel started in `folder`, with an empty reader's record.
+
+    `timeout` is in seconds a cell. Raises NotebookFailed when a cell raises, hangs or ends the kernel.
+    """
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     client = NotebookClient(
         notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
-    try:
-        client.execute()
-    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise NotebookFailed(lines[-1]) from None
+    with tempfile.TemporaryDirectory() as home:
+        try:
+            client.execute(env=empty_record(home))
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            # Counted as JupyterLab does, [1], [2], …
+            raise NotebookFailed(f"code cell {client.code_cells_executed} {_what(error, timeout)}") from None
+
+
+def empty_record(home):
+    """The environment of a kernel whose reader has no record yet; `home` is an empty folder."""
+    record = {"KVCOURSE_HOME": str(home), "KVCOURSE_PROGRESS": str(Path(home) / "progress.json")}
+    inherited = {name: value for name, value in os.environ.items() if name != "KVCOURSE_SHARED"}
+    return inherited | record
+
+
+def _what(error, timeout):
+    if isinstance(error, DeadKernelError):
+        return "ends the kernel"
+    if isinstance(error, CellTimeoutError):
+        return f"runs longer than {timeout} s"
+    first = (str(error.evalue).strip().splitlines() or ["no message"])[0]
+    return f"raises {error.ename}: {first}"
 
 
 def normalize(notebook):
     """Keep only what is compared or shown; raise NotebookFailed for text on stderr."""
     count = 0
-    for number, cell in enumerate(notebook.cells):
+    for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type != "code":
             continue
@@ -55,7 +78,8 @@ def normalize(notebook):
         cell.outputs = _merged(cell.outputs)
         for output in cell.outputs:
             if output.get("name") == "stderr":
-                raise NotebookFailed(f"cell {number} writes to stderr: {output.text.strip().splitlines()[0]}")
+                first = (output.text.strip().splitlines() or ["an empty line"])[0]
+                raise NotebookFailed(f"code cell {count} writes to stderr: {first}")
             if "execution_count" in output:
                 output.execution_count = count
             output.get("data", {}).pop(DROPPED_MIME, None)
@@ -83,19 +107,21 @@ def _merged(outputs):
     return merged
 
 
+def as_text(notebook):
+    """The one way a notebook is written down: sorted keys, a line feed at the end. Validates it first."""
+    nbformat.validate(notebook)
+    return nbformat.writes(notebook).rstrip("\n") + "\n"
+
+
 def remake(path):
-    """Run, normalize and store one notebook; return the seconds it took."""
+    """Run, normalize and store one notebook; return the seconds it took and the bytes of its outputs."""
     began = time.perf_counter()
     notebook = nbformat.read(path, as_version=4)
-    with tempfile.TemporaryDirectory() as home:
-        os.environ["KVCOURSE_HOME"] = home
-        os.environ["KVCOURSE_PROGRESS"] = str(Path(home) / "progress.json")
-        run(notebook, path.parent)
-    normalize(notebook)
-    nbformat.validate(notebook)
-    text = nbformat.writes(notebook)
-    path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8", newline="\n")
-    return time.perf_counter() - began
+    run(notebook, path.parent)
+    text = as_text(normalize(notebook))
+    path.write_text(text, encoding="utf-8", newline="\n")
+    outputs = json.dumps([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
+    return time.perf_counter() - began, len(outputs)
 
 
 def main(names):
@@ -104,10 +130,10 @@ def main(names):
     )
     for path in paths:
         try:
-            seconds = remake(path)
+            seconds, size = remake(path)
         except NotebookFailed as error:
             sys.exit(f"{path}: {error}")
-        print(f"{path}: {seconds:.1f} s, {path.stat().st_size / 1000:.0f} kB")
+        print(f"{path}: {seconds:.1f} s, {size / 1000:.0f} kB of outputs", flush=True)
 
 
 if __name__ == "__main__":
