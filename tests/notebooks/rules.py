@@ -56,8 +56,24 @@ ORDER = {
     "primer": ["title", "skip-if", "objectives", "round", "recap", "questions"],
     "start": ["title", "progress"],
 }
+# The sections that ORDER does not name stand between the first of these and the second.
+BETWEEN = {"chapter": ("round", "recap"), "primer": ("round", "recap"), "start": ("title", "progress")}
+# What a section must hold: functions that its code calls, and patterns of its Markdown.
+CALLS = {
+    "round": ("predict", "reveal"), "prediction": ("predict", "reveal"), "break-it": ("predict", "reveal"),
+    "exercise": ("check",), "main-widget": ("set",), "widget": ("set",),
+}  # fmt: skip
+WORDS = {
+    "title": (r"\b\d+ minutes\b", r"You need"),
+    "recap": (r"^\|[-| :]+\|$",),  # the line under the head of a table
+}
 CELLS = {"chapter": (30, 60), "primer": (12, 60), "start": (12, 60)}
 MAX_LINES = 25
+# Absolute paths, addresses, warnings; a figure's random id; arrays stored as raw bits.
+NOT_IN_OUTPUTS = re.compile(
+    r"/(?:home|root|Users|tmp|usr|var|opt|mnt|srv|private)/|\b[A-Z]:\\\w|0x[0-9a-f]{6,}|Warning\b"
+    rf"|FigureWidget\(|\"bdata\"|{re.escape(str(REPOSITORY))}"
+)
 MAX_OUTPUT_BYTES = 300_000
 COMPARED_SHARE = 0.6
 
@@ -98,6 +114,47 @@ def first_line(cell):
     return source(cell).strip().split("\n")[0][:60]
 
 
+def calls(cell, function):
+    """Every call of kv.<function>(…), <function>(…) or panel.<function>(…) in a code cell."""
+    if cell["cell_type"] != "code":
+        return []
+    found = [node for node in ast.walk(ast.parse(source(cell))) if isinstance(node, ast.Call)]
+    return [call for call in found if called_name(call) == function]
+
+
+def called_name(call):
+    return getattr(call.func, "attr", getattr(call.func, "id", None))
+
+
+def named_in(cell, function):
+    """The constant first arguments of these calls: keys of predictions, names of checks."""
+    arguments = [call.args[0] for call in calls(cell, function) if call.args]
+    return [argument.value for argument in arguments if isinstance(argument, ast.Constant)]
+
+
+def is_compared(cell):
+    return "nbval-ignore-output" not in tags(cell)
+
+
+def is_panel(cell):
+    """A code cell whose output is a panel."""
+    shown = [output.get("data", {}).get("text/plain", "") for output in cell.get("outputs", [])]
+    return any("".join(text).startswith("<Panel: ") for text in shown)
+
+
+def split(page, tag):
+    """The cells of each section with this tag, up to the Markdown cell that opens the next section."""
+    names, found, inside = {name for name, _, _ in SECTIONS[page.kind]}, [], False
+    for cell in page.cells:
+        opened = names & set(tags(cell)) if cell["cell_type"] == "markdown" else set()
+        if opened:
+            inside = tag in opened
+            found += [[]] if inside else []
+        if inside:
+            found[-1].append(cell)
+    return found
+
+
 def load(path):
     return Page(path, json.loads(path.read_text(encoding="utf-8")))
 
@@ -123,17 +180,31 @@ def sections(page):
 
 
 def order(page):
-    known = ORDER[page.kind]
-    met = [tag for cell in page.markdown for tag in tags(cell) if tag in known]
-    if met != sorted(met, key=known.index):
-        yield f"sections come as {', '.join(met)}"
-    optional = {tag for tag, _, _ in SECTIONS[page.kind]} - set(known)
-    seen_round = page.kind == "start"
-    for cell in page.markdown:
-        seen_round |= "round" in tags(cell)
-        for tag in set(tags(cell)) & optional:
-            if not seen_round:
-                yield f"section {tag!r} stands before the first round"
+    known, names = ORDER[page.kind], {name for name, _, _ in SECTIONS[page.kind]}
+    met = [tag for cell in page.markdown for tag in tags(cell) if tag in names]
+    fixed = [tag for tag in met if tag in known]
+    if fixed != sorted(fixed, key=known.index):
+        yield f"sections come as {', '.join(fixed)}"
+    opening, closing = BETWEEN[page.kind]
+    for place, tag in enumerate(met):
+        if tag not in known and opening not in met[:place]:
+            yield f"section {tag!r} stands before the first {opening!r}"
+        if tag not in known and closing in met[:place]:
+            yield f"section {tag!r} stands behind {closing!r}"
+
+
+def contents(page):
+    for tag, functions in CALLS.items():
+        for cells in split(page, tag):
+            for function in functions:
+                if not any(calls(cell, function) for cell in cells):
+                    yield f"{function}() is not called under {first_line(cells[0])!r} ({tag})"
+    for tag, patterns in WORDS.items():
+        for cells in split(page, tag):
+            text = "\n".join(source(cell) for cell in cells if cell["cell_type"] == "markdown")
+            for pattern in patterns:
+                if not re.search(pattern, text, re.MULTILINE):
+                    yield f"nothing matches {pattern!r} under {first_line(cells[0])!r} ({tag})"
 
 
 def size(page):
@@ -169,6 +240,22 @@ def executed(page):
         yield f"execution counts are {counts}: run `make chapters`"
 
 
+def cell_ids(page):
+    """An id a cell keeps diffs small, and nbformat 4.5 wants them unique."""
+    ids = [cell.get("id") for cell in page.cells]
+    if None in ids or len(set(ids)) < len(ids):
+        yield "cells without an id, or two with the same one: run `make chapters`"
+
+
+def panels_are_moved(page):
+    """A panel's first picture is not compared; what it says after a control was set is."""
+    places = [place for place, cell in enumerate(page.cells) if is_panel(cell)] + [len(page.cells)]
+    for place, following in zip(places, places[1:], strict=False):
+        between = page.cells[place + 1 : following]
+        if not any(calls(cell, "set") and is_compared(cell) and cell["outputs"] for cell in between):
+            yield f"no compared cell sets a control of the panel in: {first_line(page.cells[place])}"
+
+
 def no_widget_state(page):
     if "widgets" in page.notebook["metadata"]:
         yield "metadata.widgets is stored"
@@ -179,15 +266,17 @@ def no_widget_state(page):
 
 
 def compared(page):
-    ignored = [cell for cell in page.code if "nbval-ignore-output" in tags(cell)]
-    share = 1 - len(ignored) / max(len(page.code), 1)
+    # A cell without outputs would be compared with nothing, so it does not count.
+    counted = [cell for cell in page.code if is_compared(cell) and cell["outputs"]]
+    share = len(counted) / max(len(page.code), 1)
     if share < COMPARED_SHARE:
         yield f"{share:.0%} of the code cells are compared, expected at least {COMPARED_SHARE:.0%}"
     for cell in page.code:
-        if "nbval-ignore-output" in tags(cell) and "timing" not in tags(cell):
+        if not is_compared(cell) and "timing" not in tags(cell):
             yield f"ignored, but not tagged 'timing': {first_line(cell)}"
-        other = {t for t in tags(cell) if t.startswith("nbval-")} - {"nbval-ignore-output"}
-        marker = re.search(r"^\s*#\s*(NBVAL_\w+|PYTEST_VALIDATE_\w+)", source(cell), re.MULTILINE)
+        other = {tag for tag in tags(cell) if tag.startswith("nbval-") or tag == "raises-exception"}
+        other -= {"nbval-ignore-output"}
+        marker = re.search(r"^\s*#+\s*(NBVAL_\w+|PYTEST_VALIDATE_\w+)", source(cell), re.MULTILINE)
         if other or marker:
             yield f"not compared by other means ({sorted(other) or marker.group()}): {first_line(cell)}"
 
@@ -200,8 +289,9 @@ def outputs_small_and_clean(page):
         for output in cell["outputs"]:
             if output["output_type"] == "error" or output.get("name") == "stderr":
                 yield f"an error or stderr is stored: {first_line(cell)}"
-            text = json.dumps(output)
-            found = re.search(r"/home/|/root/|/Users/|/tmp/|[A-Z]:\\\\\\\\|0x[0-9a-f]{6,}|Warning", text)
+            # ensure_ascii off and backslashes undone: a path of Windows as it is read on the page.
+            text = json.dumps(output, ensure_ascii=False).replace("\\\\", "\\")
+            found = NOT_IN_OUTPUTS.search(text)
             if found:
                 yield f"{found.group()!r} in an output: {first_line(cell)}"
 
@@ -230,32 +320,34 @@ def objectives(page):
 
 def called_with(page, function):
     """First arguments of every call kv.<function>("…") in the notebook."""
-    found = []
-    for cell in page.code:
-        for node in ast.walk(ast.parse(source(cell))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr == function and node.args and isinstance(node.args[0], ast.Constant):
-                    found.append(node.args[0].value)
-    return found
+    return [name for cell in page.code for name in named_in(cell, function)]
 
 
 def predictions(page):
-    asked, revealed = called_with(page, "predict"), called_with(page, "reveal")
+    asked, revealed = {}, {}
+    for place, cell in enumerate(page.cells):
+        for function, met in (("predict", asked), ("reveal", revealed)):
+            if len(named_in(cell, function)) < len(calls(cell, function)):
+                yield f"write the key of {function}() out as a string: {first_line(cell)}"
+            for key in named_in(cell, function):
+                if key in met:
+                    yield f"{key!r} is {'asked' if met is asked else 'revealed'} twice"
+                met[key] = place
     for key in sorted(set(asked) ^ set(revealed)):
         yield f"{key!r} is {'never revealed' if key in asked else 'revealed but never asked'}"
-    for key in {key for key in asked if asked.count(key) > 1}:
-        yield f"{key!r} is asked twice"
-    rounds = sum("round" in tags(cell) for cell in page.markdown)
-    if len(set(asked)) < rounds:
-        yield f"{len(set(asked))} predictions for {rounds} rounds"
+    for key in sorted(set(asked) & set(revealed)):
+        if revealed[key] <= asked[key]:
+            yield f"{key!r} is revealed before the reader could answer"
 
 
 def claims(page):
-    shown = set()
+    shown, known = set(), {claim for listed in CLAIMS.values() for claim in listed}
     for cell in page.cells:
         for tag in tags(cell):
             if not tag.startswith("claim-"):
                 continue
+            if tag.removeprefix("claim-") not in known:
+                yield f"{tag} is no claim of the list"
             shown.add(tag.removeprefix("claim-"))
             if cell["cell_type"] != "code" or not cell["outputs"] or not cell["execution_count"]:
                 yield f"{tag} stands on a cell that shows nothing: {first_line(cell)}"
@@ -266,13 +358,16 @@ def claims(page):
 
 
 def headings(page):
-    level = 0
+    level, titles = 0, 0
     for cell in page.markdown:
         text = re.sub(r"```.*?```", "", source(cell), flags=re.DOTALL)
+        titles += len(re.findall(r"^# ", text, re.MULTILINE))
         for mark in re.findall(r"^(#+) ", text, re.MULTILINE):
             if len(mark) > level + 1:
                 yield f"a heading of level {len(mark)} follows level {level}: {first_line(cell)}"
             level = len(mark)
+    if titles != 1:
+        yield f"{titles} headings of level 1, expected the title alone"
 
 
 def links(page):
@@ -284,6 +379,8 @@ def links(page):
             if not re.match(r"https?:|#", target):
                 if not (page.path.parent / target.split("#")[0]).exists():
                     yield f"link to {target} leads nowhere"
+        if re.search(r"<img(?![^>]*\balt=\"[^\"]+\")", text):
+            yield f"an <img> has no alt text: {first_line(cell)}"
 
 
 def greedy_texts(page):
@@ -294,15 +391,47 @@ def greedy_texts(page):
     for entry in listed:
         if set(entry) != {"model", "prompt", "max_new_tokens"}:
             yield f"a greedy text needs model, prompt and max_new_tokens, found {sorted(entry)}"
+        elif not any(entry["prompt"] in source(cell) for cell in page.code):
+            yield f"no cell holds the listed prompt {entry['prompt']!r}"
+    writers = greedy_functions(page)
     for cell in page.code:
-        writes = "generate(" in source(cell) and "sampler=" not in source(cell)
-        shown = "nbval-ignore-output" not in tags(cell) and cell["outputs"]
-        if writes and shown and "greedy" not in tags(cell):
+        writes = writes_greedily(ast.parse(source(cell)), writers)
+        if writes and is_compared(cell) and cell["outputs"] and "greedy" not in tags(cell):
             yield f"shows greedy text and is not tagged 'greedy': {first_line(cell)}"
 
 
+def greedy_functions(page):
+    """Names of the page's functions that write greedily, themselves or through one another."""
+    nodes = [node for cell in page.code for node in ast.walk(ast.parse(source(cell)))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    names = set()
+    while found := {f.name for f in functions if writes_greedily(f, names)} - names:
+        names |= found
+    return names
+
+
+def writes_greedily(tree, writers):
+    """Whether code takes the likeliest token again and again, or calls something that does.
+
+    That is kv.generate without another sampler, argmax or kv.greedy within a loop, or one of the
+    page's own `writers`. An argmax outside a loop is one choice, not a text.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and called_name(node) == "generate":
+            samplers = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "sampler"]
+            if samplers in ([], ["kv.greedy"]):
+                return True
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in writers:
+            return True
+        if isinstance(node, (ast.For, ast.While)):
+            names = {called_name(call) for call in ast.walk(node) if isinstance(call, ast.Call)}
+            if names & {"argmax", "greedy"}:
+                return True
+    return False
+
+
 RULES = [
-    sections, order, size, imports, no_set_up, executed, no_widget_state, compared,
-    outputs_small_and_clean, kernel, folded_answers, objectives, predictions, claims, headings, links,
-    greedy_texts,
+    sections, order, contents, size, imports, no_set_up, executed, cell_ids, no_widget_state, compared,
+    panels_are_moved, outputs_small_and_clean, kernel, folded_answers, objectives, predictions, claims,
+    headings, links, greedy_texts,
 ]  # fmt: skip
