@@ -50,6 +50,18 @@ def test_every_notebook_has_an_exercise():
     assert {page.path.stem for page, _ in EXERCISES} == {page.path.stem for page in PAGES}
 
 
+def test_nothing_is_left_over():
+    """A check, a solution file or wrong answers whose page no longer asks for them would test nothing."""
+    written = set()
+    for path in sorted((rules.REPOSITORY / "kvcourse" / "checks").glob("chapter_*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+        written |= {call.args[0].value for call in calls if rules.called_name(call) == "exercise"}
+    solutions = {path.stem for path in (rules.CHAPTERS / "solutions").glob("*.py")}
+    assert written == set(NAMES)
+    assert set(wrong_answers.WRONG) == set(NAMES)
+    assert solutions == {page.path.stem for page, _ in EXERCISES}
+
+
 @pytest.mark.parametrize("page, name", EXERCISES, ids=NAMES)
 def test_the_solution_is_right(page, name):
     verdict = checks.verdict(name, solution(page, function_of(page, name)))
