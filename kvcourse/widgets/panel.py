@@ -257,7 +257,7 @@ def _lay_out(name: str, control: ipywidgets.Widget) -> None:
     if not label:
         raise ValueError(f"control {name!r} has no description: give it a label with its unit")
     control.style.description_width = "initial"
-    label_px = 8 * len(label)  # 13 px text, about 7 px a character
+    label_px = 8 * len(label) + 8  # 13 px text, about 7 px a character, and a gap
     if isinstance(control, (ipywidgets.Checkbox, ipywidgets.ToggleButton)):
         if hasattr(control, "indent"):
             control.indent = False

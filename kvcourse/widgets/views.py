@@ -25,6 +25,10 @@ from plotly.offline import get_plotlyjs, get_plotlyjs_version
 from kvcourse.figures.template import CONFIG, HEIGHT, TEMPLATE, THEME_CSS
 
 
+# Air between a label and the handle of a slider that stands at its start.
+_CONTROLS_CSS = ".kv-panel .widget-label { margin-right: 8px }"
+
+
 class _Held(ipywidgets.Widget):
     """A model without a view: it holds a value of plain JSON."""
 
@@ -34,7 +38,7 @@ class _Held(ipywidgets.Widget):
 class _View(anywidget.AnyWidget):
     """A view of a ``_Held`` model, named by its id."""
 
-    _css = THEME_CSS
+    _css = THEME_CSS + _CONTROLS_CSS
     _state_id = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, value: Any, **kwargs: Any) -> None:
