@@ -24,7 +24,6 @@ from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
 from kvcourse.figures.template import CONFIG, HEIGHT, TEMPLATE, THEME_CSS
 
-
 # Air between a label and the handle of a slider that stands at its start.
 _CONTROLS_CSS = ".kv-panel .widget-label { margin-right: 8px }"
 
