@@ -122,8 +122,8 @@ def _wait_until_up(process: subprocess.Popen, url: str, token: str, log: Path) -
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory):
-    """JupyterLab on working copies of all chapters, token on."""
+def server(tmp_path_factory: pytest.TempPathFactory, browser):
+    """JupyterLab on working copies of all chapters, token on; not started when there is no browser."""
     folder = tmp_path_factory.mktemp("lab")
     root = folder / "work"
     root.mkdir()
