@@ -152,10 +152,21 @@ def in_two_orders(model, ids):
     return model(ids), np.concatenate([model([token], cache) for token in ids])
 
 
-def test_the_margin_test_gets_the_text_that_the_cell_writes():
-    (listed,) = nbformat.read(NOTEBOOK, 4).metadata["kvcourse"]["greedy"]
-    assert listed["prompt"] == assigned("prompt")
-    assert listed["max_new_tokens"] == keyword("kv.generate", "max_new_tokens")
+@pytest.mark.parametrize("factor", [-100, -10, 10, 100])
+def test_the_drawn_line_hangs_on_no_rounding(model, tokenizer, factor):
+    """The same draws when every logit moves by 100 times what the order of the sums changes, either way."""
+    ids = tokenizer.encode(assigned("prompt"))
+    settings = {name: keyword("kv.sampled", name) for name in ("temperature", "seed")}
+    new = kv.generate(
+        model,
+        ids,
+        max_new_tokens=keyword("kv.generate", "max_new_tokens"),
+        sampler=kv.sampled(**settings),
+    )
+    once, stepwise = in_two_orders(model, ids + new[:-1])
+    moved = once + factor * (once - stepwise)
+    draw = kv.sampled(**settings)
+    assert [draw(row) for row in moved[len(ids) - 1 :]] == new
 
 
 def test_the_count_for_90_percent_hangs_on_no_rounding(model, tokenizer):
