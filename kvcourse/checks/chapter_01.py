@@ -95,6 +95,6 @@ def _cached_mistakes(prompt, new):
         ),
         (
             prompt * new,
-            "you pass the prompt at every step, but it passes once; its keys and values are kept from then on",
+            "you pass the prompt at every step, but it passes once; its keys and values are kept",
         ),
     )
