@@ -7,9 +7,13 @@ that cannot be written gives a record that lives until the kernel ends, with one
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -18,6 +22,9 @@ from typing import Any
 from kvcourse import paths
 
 VERSION = 1
+
+# A kernel holds the lock for some milliseconds; one that did not change for this long was left by a crash.
+STALE_SECONDS = 3.0
 
 
 @dataclass
@@ -33,13 +40,66 @@ class Record:
     last_run: dict[str, str] = field(default_factory=dict)
 
 
-# The record when the file cannot be written, and the line about the last trouble with the file.
+# The record when the file cannot be read or written, and the line about the last trouble with the file.
 _unsaved: dict[Path, Record] = {}
+_unreadable: set[Path] = set()  # never replaced: the reader's record may still be in there
 _notice: dict[Path, str] = {}
 
 
 def _path() -> Path:
     return Path(paths.progress_file())
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    """``OSError`` for a device, a pipe or a folder: reading one may block, renaming one takes it away."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file beside ``path``, so that another kernel's change is not lost in between.
+
+    Where no lock can be made the change goes on without one: one kernel alone is the usual case.
+    """
+    lock = Path(f"{path}.lock")
+    try:
+        held = _take(lock, path)
+    except OSError:
+        held = False
+    try:
+        yield
+    finally:
+        if held:
+            with suppress(OSError):
+                lock.unlink()
+
+
+def _take(lock: Path, path: Path) -> bool:
+    """Wait for the lock and make it. ``OSError`` where that is impossible."""
+    _refuse_what_is_no_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seen, since = None, time.monotonic()
+    while True:
+        time.sleep(0 if seen is None else 0.005)
+        try:
+            os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            return True
+        except FileExistsError:
+            pass
+        except PermissionError:
+            # Windows says so for a moment while another kernel removes its lock; elsewhere it is the folder.
+            if os.name != "nt" or time.monotonic() - since > STALE_SECONDS:
+                raise
+        # Told by a lock that does not change, not by its age: the clock of a network folder may differ.
+        try:
+            now = lock.lstat().st_mtime_ns
+        except OSError:
+            continue  # just removed
+        if now != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > STALE_SECONDS:
+            lock.unlink(missing_ok=True)
 
 
 def _parse(text: str) -> Record:
@@ -76,15 +136,15 @@ def load() -> Record:
     if path in _unsaved:
         return _unsaved[path]
     try:
+        _refuse_what_is_no_file(path)
         return _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Record()
     except OSError as error:
-        _notice[path] = (
-            f"Your progress file {path} cannot be read ({error.strerror}): this session starts empty."
-        )
-        return Record()
-    except ValueError as error:  # includes JSON and UTF-8 errors
+        _unreadable.add(path)
+        _keep_in_memory(path, Record(), error)
+        return _unsaved[path]
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors, brackets nested without end
         kept = _set_aside(path)
         _notice[path] = f"Your progress file was damaged ({error}); {kept} and a new one is started."
         return Record()
@@ -92,6 +152,8 @@ def load() -> Record:
 
 def _save(record: Record) -> None:
     path = _path()
+    if path in _unreadable:
+        return
     content = json.dumps({"version": VERSION, **asdict(record)}, indent=1, sort_keys=True)
     temporary = None
     try:
@@ -105,26 +167,41 @@ def _save(record: Record) -> None:
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        _unsaved[path] = record
-        _notice[path] = (
-            f"Your progress cannot be saved in {path} ({error.strerror}): it lasts until the kernel stops. "
-            "Set KVCOURSE_PROGRESS to a file you may write."
-        )
+        _keep_in_memory(path, record, error)
 
 
-def _touch(record: Record, key: str) -> None:
-    record.last_run = {"chapter": key.partition(".")[0], "date": date.today().isoformat()}
+def _keep_in_memory(path: Path, record: Record, error: OSError) -> None:
+    _unsaved[path] = record
+    _notice[path] = (
+        f"Your progress cannot be saved in {path} ({error.strerror}): it lasts until the kernel stops. "
+        "Set KVCOURSE_PROGRESS to a file you may write."
+    )
+
+
+@contextmanager
+def _changing(key: str) -> Iterator[Record]:
+    """The record to change, saved afterwards as the last activity in the key's chapter."""
+    with _locked(_path()):
+        record = load()
+        yield record
+        record.last_run = {"chapter": key.partition(".")[0], "date": date.today().isoformat()}
+        _save(record)
 
 
 def record_prediction(key: str, value: float | int | str | None) -> None:
-    """Keep a prediction under its key ("01.crossover"); ``None`` or an empty text removes it."""
-    record = load()
-    if value is None or value == "":
-        record.predictions.pop(key, None)
-    else:
-        record.predictions[key] = value
-    _touch(record, key)
-    _save(record)
+    """Keep a prediction under its key ("01.crossover"); ``None`` or an empty text removes it.
+
+    Raises ``TypeError`` for anything but a number (NumPy's too) or a text, which the file could not hold.
+    """
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy scalar
+        value = value.item()
+    if not isinstance(value, (int, float, str, type(None))):
+        raise TypeError(f"prediction {key!r} is a {type(value).__name__}: give a number, a text or None")
+    with _changing(key) as record:
+        if value is None or value == "":
+            record.predictions.pop(key, None)
+        else:
+            record.predictions[key] = value
 
 
 def prediction(key: str) -> float | int | str | None:
@@ -134,10 +211,8 @@ def prediction(key: str) -> float | int | str | None:
 
 def record_passed(name: str) -> None:
     """Note that a check passed today (the first date stays)."""
-    record = load()
-    record.passed.setdefault(name, date.today().isoformat())
-    _touch(record, name)
-    _save(record)
+    with _changing(name) as record:
+        record.passed.setdefault(name, date.today().isoformat())
 
 
 def passed() -> dict[str, str]:
@@ -161,7 +236,7 @@ def summary() -> str:
         )
         if record.passed:
             text += f" ({', '.join(sorted(record.passed))})"
-        if record.last_run:
+        if record.last_run.keys() >= {"chapter", "date"}:  # a file edited by hand may lack one
             text += f"; last activity in chapter {record.last_run['chapter']} on {record.last_run['date']}"
         text += "."
     return "\n".join(filter(None, [text, notice()]))
