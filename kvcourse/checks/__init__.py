@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,9 @@ class _Stop(Exception):
 class Run:
     """Calls the reader's function for a check, and turns every way to fail into one line.
 
-    ``run(*args, **kwargs)`` returns what the function returned. Containers and arrays are handed over as
-    copies, so that the check's own inputs stay whole and a function that changes its input is caught.
+    ``run(*args, **kwargs)`` returns what the function returned, a NumPy scalar as a Python one. Containers
+    and arrays are handed over as copies, so that the check's own inputs stay whole and a function that
+    changes its input is caught.
     """
 
     def __init__(self, function: Callable[..., Any], todo: str) -> None:
@@ -77,9 +79,10 @@ class Run:
         # BaseException: a tokenizer's PanicException and SystemExit from exit() are no Exception, and neither
         # may take the kernel or the rest of Run All with it.
         except BaseException as error:
-            first = (str(error).strip().splitlines() or ["no message"])[0]
-            raise _Stop(self._wrong(f"your function raised {type(error).__name__}: {first}")) from None
+            raise _Stop(self._wrong(f"your function raised {_cause(error)}")) from None
         self.calls += 1
+        if isinstance(self.result, (np.generic, np.ndarray)) and self.result.ndim == 0:
+            self.result = self.result.item()
         if self.result is None or self.result is Ellipsis:
             if self.calls == 1:
                 raise _Stop(Verdict(NOT_DONE, self._todo))
@@ -91,7 +94,8 @@ class Run:
         return self.result
 
     def _wrong(self, message: str) -> Verdict:
-        return Verdict(WRONG, f"with {self.last} {message}" if self.last else message)
+        # The mistake first: the input of an exercise on arrays is a long line of shapes.
+        return Verdict(WRONG, f"{message} (called with {self.last})" if self.last else message)
 
 
 def exercise(
@@ -108,7 +112,7 @@ def exercise(
             if got == 2300 * 300:
                 return "that is the count without a cache: ..."
             if got != 2299:
-                return f"2,000 + 300 tokens with a cache: expected 2,299, got {got}"
+                return f"2,000 + 300 tokens with a cache: expected 2,299, got {short(got)}"
 
     ``right`` is shown for a right answer: say what it proves. Raises ``ValueError`` when the name is taken.
     """
@@ -150,18 +154,19 @@ def verdict(name: str, function: Any) -> Verdict:
     if function is None or function is Ellipsis:
         return Verdict(NOT_DONE, found.todo)
     if not callable(function):
-        return Verdict(WRONG, f"give the function itself, without parentheses, not {_short(function)}")
+        return Verdict(WRONG, f"give the function itself, without parentheses, not {short(function)}")
     run = Run(function, found.todo)
     try:
         mistake = found.judge(run)
     except _Stop as stop:
         return stop.verdict
-    except Exception as error:
-        # The check stumbled over a value of another kind than it expected, so name that value.
-        return Verdict(
-            WRONG,
-            f"with {run.last} your function returned {_short(run.result)}, which this check cannot use "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})",
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # The check stumbled over a value of another kind than it expected, so name that value. BaseException,
+        # because comparing with the reader's object may run the reader's code.
+        return run._wrong(
+            f"your function returned {short(run.result)}, which this check cannot use ({_cause(error)})"
         )
     return Verdict(RIGHT, found.right) if mistake is None else Verdict(WRONG, mistake)
 
@@ -196,17 +201,48 @@ def _equal(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def _short(value: Any, limit: int = 60) -> str:
+def is_number(value: Any) -> bool:
+    """Whether a returned value is a plain ``int`` or ``float``: ask before comparing, because another object
+    decides by itself what it is equal to."""
+    return type(value) in (int, float)
+
+
+def short(value: Any) -> str:
+    """A returned value for a message, on one short line: ``"2,300"``, ``"'ten' (str)"``, ``"an array of shape
+    (2, 2), float64"``. Raises nothing, whatever the value's ``repr`` does, and shows no addresses."""
+    if is_number(value):
+        return _safely("{:,}".format, value)
+    kind = "" if issubclass(type(value), np.ndarray) else f" ({type(value).__name__})"
+    return _safely(_in_a_word, value) + kind
+
+
+def _in_a_word(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape}, {value.dtype}"
-    text = repr(value)
-    return f"{text if len(text) <= limit else text[:limit] + '…'} ({type(value).__name__})"
+    return repr(value)
+
+
+def _cause(error: BaseException) -> str:
+    def first_line(error):
+        return (str(error).strip().splitlines() or ["no message"])[0]
+
+    return f"{type(error).__name__}: {_safely(first_line, error, 200)}"
+
+
+def _safely(write: Callable[[Any], str], value: Any, limit: int = 60) -> str:
+    """``write(value)`` on one line, cut after ``limit`` characters; it may run the reader's code."""
+    try:
+        # An address changes with every run and says nothing to the reader.
+        text = " ".join(re.sub(r" at 0x[0-9A-Fa-f]+", "", write(value)).split())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        text = f"<no text: {type(error).__name__}>"
+    return text if len(text) <= limit else text[:limit] + "…"
 
 
 def _in_words(args: tuple, kwargs: dict[str, Any]) -> str:
-    def plain(value: Any) -> str:
-        return _short(value) if isinstance(value, np.ndarray) else repr(value)[:60]
-
     return ", ".join(
-        [plain(value) for value in args] + [f"{name}={plain(value)}" for name, value in kwargs.items()]
+        [_safely(_in_a_word, value) for value in args]
+        + [f"{name}={_safely(_in_a_word, value)}" for name, value in kwargs.items()]
     )

@@ -1,6 +1,6 @@
 """The one-line exercise of chapter 00: it shows how an exercise and its check work."""
 
-from kvcourse.checks import Run, exercise
+from kvcourse.checks import Run, exercise, is_number, short
 
 
 @exercise(
@@ -13,9 +13,12 @@ def total_tokens(run: Run) -> str | None:
     ``prompt``."""
     for prompt, new in ((6, 4), (2000, 300), (5, 0)):
         got, right = run(prompt, new), prompt + new
+        asked = f"{prompt:,} prompt tokens and {new:,} new ones"
+        otherwise = f"{asked}: expected {right:,}, got {short(got)}"
+        if not is_number(got):
+            return otherwise
         if got == right:
             continue
-        asked = f"{prompt:,} prompt tokens and {new:,} new ones"
         if got == new:
             return f"{asked}: you count only the new tokens, but the prompt is still part of the text"
         if got == prompt * new:
@@ -24,5 +27,5 @@ def total_tokens(run: Run) -> str | None:
             )
         if got in (right - 1, right + 1):
             return f"{asked}: {got:,} is one off. Every step adds exactly one token, the first step too"
-        return f"{asked}: expected {right:,}, got {got!r}"
+        return otherwise
     return None

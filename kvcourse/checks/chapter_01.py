@@ -1,6 +1,6 @@
 """The exercise of chapter 01."""
 
-from kvcourse.checks import Run, exercise
+from kvcourse.checks import Run, exercise, is_number, short
 
 
 @exercise(
@@ -17,7 +17,7 @@ def positions_processed(run: Run) -> str | None:
         for cached in (False, True):
             got = run(prompt, new, cached)
             want = _cached(prompt, new) if cached else _naive(prompt, new)
-            if got != want:
+            if not is_number(got) or got != want:
                 return f"{_asked(prompt, new, cached)}: {_mistake(got, want, prompt, new, cached)}"
     return None
 
@@ -36,15 +36,17 @@ def _asked(prompt, new, cached):
 
 def _mistake(got, want, prompt, new, cached):
     """The line for a wrong count. The mistakes are tried from the most to the least specific."""
-    if not isinstance(got, (int, float)) or isinstance(got, bool):
-        return f"expected the number {want:,}, got {got!r}"
+    if not is_number(got):
+        return f"expected the number {want:,}, got {short(got)}"
     if new == 0:
-        return f"no token is asked for, so no pass is made: expected 0, got {got:,}"
+        return f"no token is asked for, so no pass is made: expected 0, got {short(got)}"
     known = _cached_mistakes(prompt, new) if cached else _naive_mistakes(prompt, new)
     for value, line in known:
         if got == value:
             return line
-    return f"expected {want:,}, got {got:,}. Write down what each of the first three steps passes, then add"
+    return (
+        f"expected {want:,}, got {short(got)}. Write down what each of the first three steps passes, then add"
+    )
 
 
 def _naive_mistakes(prompt, new):

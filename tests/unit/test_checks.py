@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
-import kvcourse.checks.chapter_00  # noqa: F401 - registered before the registry is copied below
+# Registered before the registry is copied below.
+import kvcourse.checks.chapter_00  # noqa: F401
+import kvcourse.checks.chapter_01  # noqa: F401
+import kvcourse.checks.chapter_a  # noqa: F401
 from kvcourse import checks, progress
-from kvcourse.checks import Run, Verdict, check, exercise, find, verdict
+from kvcourse.checks import Run, Verdict, check, exercise, find, short, verdict
 
 # The registry is the package's; these names belong to a chapter that does not exist.
 NAME = "test.largest"
@@ -82,7 +85,9 @@ class Panic(BaseException):
 def test_an_error_of_the_reader_is_one_line_with_the_input(error, said):
     outcome = verdict(NAME, raises(error))
     assert outcome.status == "wrong"
-    assert outcome.message == f"with an array of shape (2, 2), float64, axis=1 your function raised {said}"
+    # The mistake comes first, the input behind it.
+    called = "called with an array of shape (2, 2), float64, axis=1"
+    assert outcome.message == f"your function raised {said} ({called})"
 
 
 def test_the_reader_can_still_interrupt():
@@ -118,13 +123,13 @@ def changes_list(values, axis):
 def test_a_changed_input_is_caught(function):
     outcome = verdict(NAME, function)
     assert outcome.status == "wrong"
-    assert outcome.message.endswith("your function changed its input: work on a copy")
+    assert outcome.message.startswith("your function changed its input: work on a copy (called with ")
 
 
 def test_a_missing_return_on_one_path():
     outcome = verdict(NAME, lambda values, axis: good(values, axis) if axis == 1 else None)
     assert outcome.message == (
-        "with [1, 2, 3], axis=0 your function returned None: is a `return` missing on one path?"
+        "your function returned None: is a `return` missing on one path? (called with [1, 2, 3], axis=0)"
     )
 
 
@@ -135,7 +140,97 @@ def test_a_value_the_check_cannot_use_is_shown():
 
 
 def test_a_called_function_is_not_a_function():
-    assert verdict(NAME, 3) == Verdict("wrong", "give the function itself, without parentheses, not 3 (int)")
+    assert verdict(NAME, 3) == Verdict("wrong", "give the function itself, without parentheses, not 3")
+
+
+def generator():
+    yield 1
+
+
+class Unprintable:
+    def __repr__(self):
+        raise ValueError("no repr")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (2300, "2,300"),
+        (2.5, "2.5"),
+        ("ten", "'ten' (str)"),
+        (True, "True (bool)"),
+        (np.zeros((2, 3)), "an array of shape (2, 3), float64"),
+        ([np.zeros(2), np.ones(2)], "[array([0., 0.]), array([1., 1.])] (list)"),
+        (generator(), "<generator object generator> (generator)"),
+        (list(range(1000)), repr(list(range(1000)))[:60] + "… (list)"),
+        (10**100, f"{10**100:,}"[:60] + "…"),
+        # Python, and so pytest for the name of the case, refuses to print more than 4,300 digits.
+        pytest.param(10**5000, "<no text: ValueError>", id="huge"),
+        (Unprintable(), "<no text: ValueError> (Unprintable)"),
+    ],
+)
+def test_a_value_in_a_message_is_short_and_the_same_in_every_run(value, text):
+    assert short(value) == text
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def test_the_error_of_the_reader_is_named_whatever_its_text():
+    assert verdict(NAME, raises(Mute())).message.startswith(
+        "your function raised Mute: <no text: ValueError>"
+    )
+    assert " 0x" not in verdict(NAME, raises(ValueError(object()))).message
+    assert len(verdict(NAME, raises(ValueError("long" * 1000))).message) < 400
+
+
+class Quits:
+    def __eq__(self, other):
+        raise SystemExit
+
+    def __sub__(self, other):
+        raise SystemExit
+
+    __add__ = __getitem__ = __sub__
+
+
+class QuitsAndIsUnprintable(Quits, Unprintable):
+    pass
+
+
+@pytest.mark.parametrize("value", [Quits(), QuitsAndIsUnprintable(), Unprintable()])
+@pytest.mark.parametrize("name", [NAME, "00.total_tokens", "01.positions_processed", "a.one_head"])
+def test_no_value_of_the_reader_stops_a_check(name, value):
+    outcome = verdict(name, lambda *args, **kwargs: value)
+    assert outcome.status == "wrong"
+    assert " 0x" not in outcome.message and "\n" not in outcome.message
+
+
+class AlwaysEqual:
+    def __eq__(self, other):
+        return True
+
+    def __ne__(self, other):
+        return False
+
+
+@pytest.mark.parametrize("name", ["00.total_tokens", "01.positions_processed"])
+def test_an_object_that_equals_everything_is_no_number(name):
+    assert verdict(name, lambda *args: AlwaysEqual()).status == "wrong"
+
+
+def test_a_numpy_scalar_gets_the_line_of_the_number():
+    seen = []
+
+    @exercise("test.scalar", right="yes")
+    def scalar(run):
+        seen.append(run())
+
+    for value in (np.int64(3), np.float32(3), np.bool_(True), np.array(3)):
+        verdict("test.scalar", lambda value=value: value)
+    assert [type(value) for value in seen] == [int, float, bool, int]
 
 
 def test_every_message_is_one_line():
@@ -227,9 +322,37 @@ class TestChapter00:
             (lambda prompt, new: prompt * new, "you multiply"),
             (lambda prompt, new: prompt + new - 1, "one off"),
             (lambda prompt, new: prompt + new + 1, "one off"),
-            (lambda prompt, new: "ten", "expected 10, got 'ten'"),
+            (lambda prompt, new: "ten", "expected 10, got 'ten' (str)"),
+            (lambda prompt, new: prompt - new, "expected 10, got 2"),
+            (lambda prompt, new: np.array([prompt + new]), "expected 10, got an array of shape (1,), int64"),
+            (lambda prompt, new: np.int64(prompt + new + 5), "expected 10, got 15"),
         ],
     )
     def test_typical_mistakes(self, function, named):
         outcome = verdict("00.total_tokens", function)
         assert outcome.status == "wrong" and named in outcome.message
+
+
+class TestChapter01:
+    @pytest.mark.parametrize(
+        ("function", "named"),
+        [
+            (lambda *_: np.int64(2300), "that is the length of the finished text"),
+            (lambda *_: 2000**300, "expected 644,850, got 2,037,035,"),
+            (
+                lambda *_: generator(),
+                "expected the number 644,850, got <generator object generator> (generator)",
+            ),
+            (lambda *_: list(range(1000)), "got [0, 1, 2, 3"),
+            (lambda *_: True, "expected the number 644,850, got True (bool)"),
+        ],
+    )
+    def test_the_line_is_short_and_names_the_value(self, function, named):
+        outcome = verdict("01.positions_processed", function)
+        assert outcome.status == "wrong" and named in outcome.message
+        assert len(outcome.message) < 250
+
+
+def test_an_error_in_the_head_is_named_before_its_four_inputs():
+    outcome = verdict("a.one_head", lambda *given: given[0] @ given[0])
+    assert outcome.message.startswith("your function raised ValueError: matmul")

@@ -157,7 +157,9 @@ for number in range(30):
 
 def test_two_kernels_lose_nothing(file, tmp_path):
     kernels = [
-        subprocess.Popen([sys.executable, "-c", WRITER, name, "start"], cwd=tmp_path, env=os.environ | PACKAGE)
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, name, "start"], cwd=tmp_path, env=os.environ | PACKAGE
+        )
         for name in ("01", "02")
     ]
     while not all((tmp_path / f"{name}.ready").exists() for name in ("01", "02")):
