@@ -10,7 +10,8 @@ plotly accepts no CSS variable as a color. So everything drawn in the foreground
 "this machine") is drawn in the sentinel ``INK``, everything in the page's color in the sentinel ``PAPER``.
 plotly writes colors as inline styles of SVG elements, ``style="fill: rgb(1, 2, 3)"``, and the style sheet
 ``THEME_CSS`` replaces exactly those by JupyterLab's own variables. Other colors stay what they are. Without
-the style sheet the figure is a readable light one. Two limits: heat map cells and WebGL traces are pixels,
+the style sheet the figure is a readable light one. (Its last rule is about printed lines: JupyterLab breaks
+them anywhere, and "2,048" became "2," and "048".) Two limits: heat map cells and WebGL traces are pixels,
 not SVG, so they must not use ``INK`` or ``PAPER`` (leave a cell out, it shows the page); and a color with an
 opacity is still recognized, because plotly writes the opacity apart.
 """
@@ -58,7 +59,8 @@ THEME_CSS = """
 .js-plotly-plot [style*="stroke: rgb(253, 252, 251)"] {
   stroke: var(--jp-layout-color0, var(--vscode-editor-background, #fff)) !important }
 .kv-text { color: var(--jp-ui-font-color0, var(--vscode-foreground, inherit)); font-size: 14px;
-  line-height: 1.45; max-width: 980px; padding: 2px 0 4px; overflow-wrap: anywhere }
+  line-height: 1.45; max-width: 980px; padding: 2px 0 4px; overflow-wrap: break-word }
+.jp-RenderedText pre { word-break: normal !important; overflow-wrap: break-word !important }
 """.strip()
 
 
