@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 from kvcourse import paths
 
@@ -37,7 +38,7 @@ class ModelConfig:
             )
         for field in _SIZES:
             value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field} is {value!r}: it must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -76,10 +77,12 @@ _SIZES = (
 def from_huggingface(described, name):
     """A ModelConfig from the dict of a Hugging Face `config.json`.
 
-    Raises ValueError, in one line, for another model type, a missing field, or a
-    setting that this course's GPT-2 does not compute (another activation, scaled
-    attention by layer).
+    Raises ValueError, in one line, for another model type, a missing field, a value of
+    the wrong kind, or a setting that this course's GPT-2 does not compute (another
+    activation, scaled attention by layer).
     """
+    if not isinstance(described, dict):
+        raise ValueError(f"{name}: config.json holds {described!r:.40}: it must hold an object of settings")
     kind = described.get("model_type")
     if kind != "gpt2":
         raise ValueError(f"{name}: model_type {kind!r} is not supported: this course loads 'gpt2' folders")
@@ -92,22 +95,34 @@ def from_huggingface(described, name):
     missing = [key for key in ("n_embd", "n_layer", "n_head", "vocab_size") if key not in described]
     if missing:
         raise ValueError(f"{name}: config.json lacks {', '.join(missing)}: is it a GPT-2 model folder?")
-    hidden, heads = described["n_embd"], described["n_head"]
+    described = {"n_positions": 1024, "layer_norm_epsilon": 1e-5, **described}
+    hidden, heads = _size(described, "n_embd", name), _size(described, "n_head", name)
+    inner = 4 * hidden if described.get("n_inner") is None else _size(described, "n_inner", name)
+    eps = described["layer_norm_epsilon"]
+    if type(eps) is not float or not 0 < eps < 1:
+        raise ValueError(f"{name}: layer_norm_epsilon is {eps!r}: it must lie between 0 and 1, usually 1e-5")
     if hidden % heads:
         raise ValueError(f"{name}: n_embd {hidden} is not a multiple of n_head {heads}")
     return ModelConfig(
         name=name,
         architecture="gpt2",
-        num_layers=described["n_layer"],
+        num_layers=_size(described, "n_layer", name),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
         hidden_size=hidden,
-        intermediate_size=described.get("n_inner") or 4 * hidden,
-        vocab_size=described["vocab_size"],
-        max_seq_len=described.get("n_positions", 1024),
-        norm_eps=described.get("layer_norm_epsilon", 1e-5),
+        intermediate_size=inner,
+        vocab_size=_size(described, "vocab_size", name),
+        max_seq_len=_size(described, "n_positions", name),
+        norm_eps=eps,
     )
+
+
+def _size(described, key, name):
+    value = described[key]
+    if type(value) is not int or value < 1:  # isinstance would let True pass
+        raise ValueError(f"{name}: {key} is {value!r}: it must be a whole number of at least 1")
+    return value
 
 
 _GPT2_FLAGS = {
@@ -122,7 +137,8 @@ def catalogue():
     """Published shapes by key, from `data/models.json`: {"gpt2": ModelConfig, …}."""
     with open(paths.data_dir() / "models.json", encoding="utf-8") as file:
         entries = json.load(file)["models"]
-    return {key: ModelConfig(name=key, **entry["config"]) for key, entry in entries.items()}
+    # Read-only: every caller gets the same dict.
+    return MappingProxyType({key: ModelConfig(name=key, **entry["config"]) for key, entry in entries.items()})
 
 
 def lookup(key):

@@ -3,7 +3,8 @@
 import numpy as np
 
 from kvcourse import ops
-from kvcourse.caches import ContiguousCache
+from kvcourse.caches import ContiguousCache, KVCache
+from kvcourse.models.gpt2 import check_ids
 
 
 def greedy(logits):
@@ -25,7 +26,15 @@ def sampled(temperature=1.0, top_p=1.0, seed=0):
     random = np.random.default_rng(seed)
 
     def choose(logits):
-        probabilities = ops.softmax(logits * (1.0 / temperature))
+        largest = logits.max()
+        if not np.isfinite(largest):
+            raise ValueError(
+                f"the largest logit is {largest}: a sampler needs finite logits (or −inf to forbid a token)"
+            )
+        # The maximum is taken away before the division, so that no temperature overflows.
+        with np.errstate(over="ignore"):  # −inf, a probability of 0, is what is meant
+            scaled = (logits - largest) / float(temperature)
+        probabilities = ops.softmax(scaled)
         order = np.argsort(-probabilities, kind="stable")
         reached = np.cumsum(probabilities[order], dtype=np.float64)
         kept = int(np.searchsorted(reached, top_p * reached[-1])) + 1
@@ -47,34 +56,53 @@ def generate(
 
     Raises ValueError for a negative count and, before any work, when prompt and
     answer together have more tokens than positions; the cache is then unchanged.
+    Raises ValueError for a sampler that returns anything but a token id.
     """
-    ids = [int(i) for i in ids] if not isinstance(ids, np.ndarray) else ids.tolist()
+    ids = check_ids(ids, model.config).tolist()
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 0")
     if cache is not None and not use_cache:
         raise ValueError("a cache was given with use_cache=False: leave one of them out")
+    if cache is not None and not isinstance(cache, KVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}: generate continues one sequence, in a KVCache")
     if use_cache and cache is None:
         cache = ContiguousCache.for_model(model)
-    held = cache.seq_len if use_cache else 0
-    limit = cache.max_seq_len if use_cache else model.config.max_seq_len
-    # The last token chosen is returned and never read, so it needs no position.
-    needed = held + len(ids) + max(max_new_tokens - 1, 0)
-    if needed > limit:
-        raise ValueError(
-            f"{held + len(ids):,} prompt tokens and {max_new_tokens:,} new ones need {needed:,} positions, "
-            f"the limit is {limit:,}: shorten the prompt or ask for fewer tokens"
-        )
+    _check_room(model, len(ids), max_new_tokens, cache)
     step = _cached_step(model, cache) if use_cache else _uncached_step(model)
     new, given = [], ids
     for _ in range(max_new_tokens):
-        token = sampler(step(given))
-        if token == stop:
+        token = _token(sampler(step(given)), model.config)
+        if stop is not None and token == stop:
             break
         new.append(token)
         given = [token]
         if on_token is not None:
             on_token(token)
     return new
+
+
+def _check_room(model, prompt, new, cache):
+    """ValueError when the prompt and the new tokens do not fit behind what the cache holds."""
+    held = cache.seq_len if cache is not None else 0
+    limit = (
+        min(cache.max_seq_len, model.config.max_seq_len) if cache is not None else model.config.max_seq_len
+    )
+    # The last token chosen is returned and never read, so it needs no position.
+    needed = held + prompt + max(new - 1, 0)
+    if needed > limit:
+        raise ValueError(
+            f"{held + prompt:,} prompt tokens and {new:,} new ones need {needed:,} positions, "
+            f"the limit is {limit:,}: shorten the prompt or ask for fewer tokens"
+        )
+
+
+def _token(chosen, config):
+    """What a sampler returned as an int; ValueError unless it is an id of the vocabulary."""
+    if isinstance(chosen, int | np.integer) and 0 <= chosen < config.vocab_size:
+        return int(chosen)
+    raise ValueError(
+        f"the sampler returned {chosen!r}: it must return a token id, 0 … {config.vocab_size - 1:,}"
+    )
 
 
 def _cached_step(model, cache):

@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+LAYOUT = "layer, kv_head, token, head_dim"  # of the arrays that export gives and load takes
+
 
 class CacheFull(RuntimeError):
     """More tokens than the cache, or the model, has positions for. Nothing was changed."""
@@ -26,8 +28,8 @@ class KVCache(ABC):
 
     config       ModelConfig the rows fit: (num_layers, num_kv_heads, head_dim)
     max_seq_len  capacity in tokens, at most the model's own max_seq_len
-    seq_len      committed tokens, which is also the position of the next one
-    pending      tokens begun and not yet committed
+
+    `seq_len` alone says which rows count: whatever lies behind it is never read.
     """
 
     dtype = np.dtype(np.float32)
@@ -35,28 +37,45 @@ class KVCache(ABC):
     def __init__(self, config, max_seq_len=None):
         limit = config.max_seq_len
         max_seq_len = limit if max_seq_len is None else max_seq_len
-        if not isinstance(max_seq_len, int) or not 1 <= max_seq_len <= limit:
+        if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int | np.integer):
+            raise TypeError(
+                f"max_seq_len is {max_seq_len!r}: give a whole number of tokens, at most {limit:,}"
+            )
+        if not 1 <= max_seq_len <= limit:
             raise ValueError(
-                f"max_seq_len {max_seq_len!r} is outside 1 … {limit:,}, the positions of {config.name}"
+                f"max_seq_len {max_seq_len} is outside 1 … {limit:,}, the positions of {config.name}"
             )
         self.config = config
-        self.max_seq_len = max_seq_len
-        self.seq_len = 0
-        self.pending = 0
+        self.max_seq_len = int(max_seq_len)
+        # One assignment moves both, so that an interrupt finds the old state or the new one.
+        self._counts = (0, 0)
+        self._written = set()  # layers that have stored their rows in the open pass
 
     @classmethod
     def for_model(cls, model, max_seq_len=None):
         """An empty cache for this model, with room for `max_seq_len` tokens (default: all it can)."""
         return cls(model.config, max_seq_len)
 
+    @property
+    def seq_len(self):
+        """Committed tokens, which is also the position of the next one."""
+        return self._counts[0]
+
+    @property
+    def pending(self):
+        """Tokens begun and not yet committed."""
+        return self._counts[1]
+
     # --- one pass --------------------------------------------------------------------
 
     def begin(self, n):
         """Reserve room for n tokens; return their positions, int64 (n,).
 
-        Raises CacheFull when they do not fit and RuntimeError when a pass is already
-        open; the cache is unchanged after either.
+        Raises CacheFull when they do not fit, RuntimeError when a pass is already open,
+        ValueError for n < 1 and TypeError for an n that is no whole number; the cache is
+        unchanged after each.
         """
+        n = _whole(n)
         if self.pending:
             raise RuntimeError(
                 f"a pass over {self.pending} tokens is still open: call commit() or abort() first"
@@ -65,7 +84,8 @@ class KVCache(ABC):
             raise ValueError(f"a pass over {n} tokens is empty: give at least 1")
         if self.seq_len + n > self.max_seq_len:
             raise CacheFull(self._full_message(n))
-        self.pending = n
+        self._written = set()
+        self._counts = (self.seq_len, n)
         return np.arange(self.seq_len, self.seq_len + n)
 
     @abstractmethod
@@ -75,16 +95,30 @@ class KVCache(ABC):
         q (num_heads, n, head_dim), k and v (num_kv_heads, n, head_dim), float32, not yet
         rotated; `rotate(x, positions)` applies rotary positions where a model has them.
         Returns (num_heads, n, head_dim).
+
+        Raises RuntimeError without an open pass, IndexError for a layer the model lacks,
+        ValueError for another shape, TypeError for another dtype.
         """
 
     def commit(self, n=None):
-        """Keep the first n of the tokens begun (default: all); the rest is dropped."""
-        n = self.pending if n is None else n
+        """Keep the first n of the tokens begun (default: all); the rest is dropped.
+
+        Raises ValueError for more than were begun, and RuntimeError when a layer has not
+        stored its rows; the pass is then still open.
+        """
+        n = self.pending if n is None else _whole(n)
         if not 0 <= n <= self.pending:
             raise ValueError(f"cannot commit {n} tokens: {self.pending} were begun")
+        if n:
+            self.check_complete()
         self._keep(n)
-        self.seq_len += n
-        self.pending = 0
+        self._counts = (self.seq_len + n, 0)
+
+    def check_complete(self):
+        """Raise RuntimeError unless every layer has stored its rows in the open pass."""
+        missing = sorted(set(range(self.config.num_layers)) - self._written)
+        if missing:
+            raise RuntimeError(f"layers {missing} were not attended in this pass: call abort()")
 
     def abort(self):
         """Take back what was begun. Harmless when nothing was."""
@@ -99,19 +133,17 @@ class KVCache(ABC):
 
     def truncate(self, seq_len):
         """Go back to `seq_len` tokens. Later rows can never be read again."""
+        seq_len = _whole(seq_len)
         if self.pending:
             raise RuntimeError("a pass is open: call commit() or abort() before truncate()")
         oldest = self.seq_len - self.max_rewind
         if not oldest <= seq_len <= self.seq_len:
             raise ValueError(f"cannot go to {seq_len} tokens: choose {oldest} … {self.seq_len}")
-        self._drop_after(seq_len)
-        self.seq_len = seq_len
+        self._counts = (seq_len, 0)
 
     def reset(self):
         """Forget the whole sequence, an open pass included."""
-        self.abort()
-        self._drop_after(0)
-        self.seq_len = 0
+        self._counts = (0, 0)
 
     # --- looking at it -----------------------------------------------------------------
 
@@ -141,11 +173,12 @@ class KVCache(ABC):
 
     def export(self, start, stop):
         """The rows of tokens start … stop − 1 as a dict of arrays that `load` takes, copied."""
+        start, stop = _whole(start), _whole(stop)
         if not 0 <= start <= stop <= self.seq_len:
             raise ValueError(f"cannot export {start} … {stop}: the cache holds 0 … {self.seq_len}")
         rows = [self.keys_values(layer) for layer in range(self.config.num_layers)]
         return {
-            "layout": "layer, kv_head, token, head_dim",
+            "layout": LAYOUT,
             "dtype": self.dtype.name,
             "start": start,
             "keys": np.stack([k[:, start:stop] for k, _ in rows]),
@@ -153,29 +186,45 @@ class KVCache(ABC):
         }
 
     def load(self, payload):
-        """Append what `export` gave. Its first token must be this cache's next position."""
-        keys, values = payload["keys"], payload["values"]
+        """Append what `export` gave. Its first token must be this cache's next position.
+
+        Raises ValueError or TypeError for a payload that does not fit and CacheFull when
+        there is no room; the cache is unchanged after each.
+        """
+        keys, values = self._check_payload(payload)
+        if keys.shape[2] == 0:
+            return
+        self.begin(keys.shape[2])
+        try:
+            for layer in range(self.config.num_layers):
+                self._store(layer, keys[layer], values[layer])
+            self.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _check_payload(self, payload):
+        missing = {"layout", "dtype", "start", "keys", "values"} - set(payload)
+        if missing:
+            raise ValueError(f"the payload lacks {', '.join(sorted(missing))}: give what export() returned")
+        if payload["layout"] != LAYOUT:
+            raise ValueError(f"the payload's layout is {payload['layout']!r}: this cache takes {LAYOUT!r}")
         layers, heads, head_dim = self.config.cache_shape
+        keys, values = np.asarray(payload["keys"]), np.asarray(payload["values"])
         fits = keys.ndim == 4 and (*keys.shape[:2], keys.shape[3]) == self.config.cache_shape
         if not fits or keys.shape != values.shape:
             raise ValueError(
                 f"payload of shape {keys.shape} does not fit: "
                 f"expected ({layers}, {heads}, tokens, {head_dim})"
             )
-        if payload["dtype"] != self.dtype.name:
-            raise TypeError(
-                f"payload holds {payload['dtype']}, this cache {self.dtype.name}: convert it first"
-            )
+        for found in (payload["dtype"], keys.dtype.name, values.dtype.name):
+            if found != self.dtype.name:
+                raise TypeError(f"payload holds {found}, this cache {self.dtype.name}: convert it first")
         if payload["start"] != self.seq_len:
             raise ValueError(
                 f"payload begins at position {payload['start']}, the cache ends at {self.seq_len}"
             )
-        if keys.shape[2] == 0:
-            return
-        self.begin(keys.shape[2])
-        for layer in range(layers):
-            self._write(layer, keys[layer], values[layer])
-        self.commit()
+        return keys, values
 
     # --- for subclasses ----------------------------------------------------------------
 
@@ -183,21 +232,27 @@ class KVCache(ABC):
     def _write(self, layer, k, v):
         """Store the new rows of one layer behind the committed ones; return all rows (K, V)."""
 
+    def _store(self, layer, k, v):
+        """`_write`, noted down for `commit`."""
+        rows = self._write(layer, k, v)
+        self._written.add(layer)
+        return rows
+
     def _keep(self, n):  # noqa: B027 - nothing to do where rows already lie in place
-        """The first n pending rows become part of the sequence."""
+        """The first n pending rows are about to count; n is 0 when a pass is taken back."""
 
-    def _drop_after(self, seq_len):  # noqa: B027 - nothing to do where seq_len alone decides
-        """Rows from `seq_len` on are gone."""
-
-    def _check_rows(self, q, k, v):
-        layers, heads, head_dim = self.config.cache_shape
+    def _check_rows(self, layer, q, k, v):
+        if not self.pending:
+            raise RuntimeError("no pass is open: call begin(n) before attend()")
+        if not 0 <= layer < self.config.num_layers:
+            raise IndexError(f"layer {layer} is outside 0 … {self.config.num_layers - 1}")
+        _, heads, head_dim = self.config.cache_shape
         expected = (heads, self.pending, head_dim)
         if k.shape != expected or v.shape != expected:
             raise ValueError(f"keys {k.shape} and values {v.shape} do not fit: expected {expected}")
-        if q.shape != (self.config.num_heads, self.pending, head_dim):
-            raise ValueError(
-                f"queries {q.shape} do not fit: expected {(self.config.num_heads, self.pending, head_dim)}"
-            )
+        expected = (self.config.num_heads, self.pending, head_dim)
+        if q.shape != expected:
+            raise ValueError(f"queries {q.shape} do not fit: expected {expected}")
         for name, rows in (("queries", q), ("keys", k), ("values", v)):
             if rows.dtype != self.dtype:
                 raise TypeError(
@@ -215,3 +270,10 @@ class KVCache(ABC):
             way_out = f"make the cache larger (max_seq_len, up to {self.config.max_seq_len:,})"
         held = f"{self.seq_len:,} held, {n:,} new"
         return f"{asked:,} tokens do not fit in a cache of {limit:,} ({held}): {way_out}"
+
+
+def _whole(number):
+    """An int from any whole-number type; TypeError for 1.5, NaN or True."""
+    if isinstance(number, bool) or not isinstance(number, int | np.integer):
+        raise TypeError(f"{number!r} is not a whole number of tokens")
+    return int(number)

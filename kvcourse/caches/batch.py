@@ -1,5 +1,7 @@
 """`BatchView`: several sequences, each with its own cache and length, in one pass."""
 
+import operator
+
 import numpy as np
 
 
@@ -15,7 +17,7 @@ class BatchView:
     """
 
     def __init__(self, caches, lengths):
-        caches, lengths = list(caches), list(lengths)
+        caches, lengths = list(caches), [operator.index(n) for n in lengths]
         if not caches:
             raise ValueError("a batch of 0 sequences is empty: give at least 1 cache")
         if len(caches) != len(lengths):
@@ -30,6 +32,7 @@ class BatchView:
         self.lengths = lengths
         self.config = caches[0].config
         self._bounds = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        self._open = False  # whether this view has begun a pass in all its caches
 
     @property
     def last_rows(self):
@@ -40,19 +43,21 @@ class BatchView:
         """Begin in every cache, or in none. Returns the positions, end to end, int64 (n,)."""
         if n != self._bounds[-1]:
             raise ValueError(f"{n} tokens given, the batch's lengths add up to {self._bounds[-1]}")
-        begun, positions = [], []
+        for row, cache in enumerate(self.caches):
+            if cache.pending:
+                raise RuntimeError(f"cache {row} of the batch has an open pass: commit() or abort() it first")
         try:
-            for cache, length in zip(self.caches, self.lengths, strict=True):
-                positions.append(cache.begin(length))
-                begun.append(cache)
+            positions = [c.begin(length) for c, length in zip(self.caches, self.lengths, strict=True)]
         except BaseException:
-            for cache in begun:
-                cache.abort()
+            self.abort()
             raise
+        self._open = True
         return np.concatenate(positions)
 
     def attend(self, layer, q, k, v, rotate=None):
         """`attend` of each cache on its own rows; the results end to end, (num_heads, n, head_dim)."""
+        if q.shape[1] != self._bounds[-1]:
+            raise ValueError(f"{q.shape[1]} queries given, the batch's lengths add up to {self._bounds[-1]}")
         out = np.empty_like(q)
         for cache, low, high in zip(self.caches, self._bounds, self._bounds[1:], strict=False):
             rows = slice(low, high)
@@ -60,9 +65,24 @@ class BatchView:
         return out
 
     def commit(self):
+        """Keep the pass in every cache, or in none: a failure takes back what was kept."""
+        if not self._open:
+            raise RuntimeError("the batch has no open pass: call begin(n) first")
         for cache in self.caches:
-            cache.commit()
+            cache.check_complete()
+        before = [cache.seq_len for cache in self.caches]
+        try:
+            for cache in self.caches:
+                cache.commit()
+        except BaseException:
+            self.abort()
+            for cache, seq_len in zip(self.caches, before, strict=True):
+                cache.truncate(seq_len)
+            raise
+        self._open = False
 
     def abort(self):
+        """Take the pass back in every cache. Harmless when nothing was begun."""
+        self._open = False
         for cache in self.caches:
             cache.abort()

@@ -8,11 +8,11 @@ from kvcourse.caches.base import KVCache
 
 class _Contiguous(KVCache):
     def attend(self, layer, q, k, v, rotate=None):
-        self._check_rows(q, k, v)
+        self._check_rows(layer, q, k, v)
         if rotate is not None:
             positions = np.arange(self.seq_len, self.seq_len + self.pending)
             q, k = rotate(q, positions), rotate(k, positions)
-        keys, values = self._write(layer, k, v)  # first write, then read all rows back
+        keys, values = self._store(layer, k, v)  # first write, then read all rows back
         return ops.attention(q, keys, values, start=self.seq_len)
 
 
@@ -46,49 +46,36 @@ class ConcatenatingCache(_Contiguous):
     """Grown with np.concatenate: every pass copies every old row into a new array.
 
     Kept as the plainest cache there is, the oracle of the others. `bytes_copied`
-    counts the bytes of old rows copied so far.
+    counts the bytes of old rows copied so far. After `truncate` the arrays stay as
+    long as they were until the next pass copies the rows that count.
     """
 
     def __init__(self, config, max_seq_len=None):
         super().__init__(config, max_seq_len)
+        layers, heads, head_dim = config.cache_shape
         self.bytes_copied = 0
-        self._rows = self._empty()
+        empty = np.empty((heads, 0, head_dim), self.dtype)
+        self._rows = [(empty, empty)] * layers
         self._grown = {}  # layer -> (K, V) with the pending rows, until commit
 
     @property
     def nbytes(self):
-        return sum(k.nbytes + v.nbytes for k, v in self._rows)
+        return sum(k.nbytes + v.nbytes for k, v in [*self._rows, *self._grown.values()])
 
     def keys_values(self, layer):
-        return tuple(_read_only(rows) for rows in self._rows[layer])
+        return tuple(_read_only(rows[:, : self.seq_len]) for rows in self._rows[layer])
 
     def _write(self, layer, k, v):
-        old_k, old_v = self._rows[layer]
+        old_k, old_v = self.keys_values(layer)
         self.bytes_copied += old_k.nbytes + old_v.nbytes
         self._grown[layer] = np.concatenate([old_k, k], axis=1), np.concatenate([old_v, v], axis=1)
         return self._grown[layer]
 
     def _keep(self, n):
-        if n == 0:
-            self._grown = {}
-            return
-        if len(self._grown) < self.config.num_layers:
-            missing = sorted(set(range(self.config.num_layers)) - set(self._grown))
-            raise RuntimeError(f"layers {missing} were not attended in this pass: call abort()")
-        # With all of them kept, the usual case, the arrays are taken over as they are.
-        rows, whole = self.seq_len + n, n == self.pending
-        self._rows = [
-            pair if whole else tuple(a[:, :rows].copy() for a in pair)
-            for pair in (self._grown[layer] for layer in range(self.config.num_layers))
-        ]
+        # Rows behind seq_len are never read, so all that were begun may come along.
+        if n:
+            self._rows = [self._grown[layer] for layer in range(self.config.num_layers)]
         self._grown = {}
-
-    def _drop_after(self, seq_len):
-        self._rows = [tuple(a[:, :seq_len].copy() for a in pair) for pair in self._rows]
-
-    def _empty(self):
-        layers, heads, head_dim = self.config.cache_shape
-        return [tuple(np.empty((heads, 0, head_dim), self.dtype) for _ in "kv") for _ in range(layers)]
 
 
 def _read_only(rows):

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from kvcourse import ops
+from kvcourse.caches.base import CacheFull
 
 
 class GPT2:
@@ -47,12 +48,22 @@ class GPT2:
             )
         positions = cache.begin(len(ids))
         try:
+            self._check_positions(positions)
             logits = self._forward(ids, positions, cache.attend, rows)
+            cache.commit()
         except BaseException:  # an interrupted cell too must leave the cache as it was
             cache.abort()
             raise
-        cache.commit()
         return logits
+
+    def _check_positions(self, positions):
+        """A cache made for another model of the same shape may have more positions than this one."""
+        last, limit = int(positions.max()), self.config.max_seq_len
+        if last >= limit:
+            raise CacheFull(
+                f"position {last:,} is outside the {limit:,} positions of {self.config.name}: "
+                f"shorten the prompt, or reset() the cache and keep the last tokens"
+            )
 
     def _forward(self, ids, positions, attend, rows):
         p, eps = self.params, self.config.norm_eps
@@ -109,13 +120,23 @@ def _no_cache_positions(ids, config):
 
 def check_ids(ids, config):
     """Token ids as an int64 array (T,). One-line errors for no, wrong or unknown ids."""
-    array = np.asarray(ids)
+    if isinstance(ids, str):
+        raise TypeError(
+            f"ids is the text {ids[:20]!r}: give the token ids that tokenizer.encode(text) returns"
+        )
+    try:
+        array = np.asarray(ids)
+    except ValueError:  # rows of different lengths
+        raise ValueError("ids are lists of different lengths: give one flat list of token ids") from None
     if array.ndim != 1:
         raise ValueError(f"ids have shape {array.shape}: give one flat list of token ids")
     if array.size == 0:
         raise ValueError("no token ids: give at least 1 (an empty text may start with <|endoftext|>)")
     if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"ids are {array.dtype}: token ids are whole numbers, as tokenizer.encode gives")
+        raise TypeError(
+            f"ids are {array.dtype}, such as {array.tolist()[0]!r}: token ids are whole numbers, "
+            f"as tokenizer.encode(text) gives"
+        )
     for bad in (int(array.min()), int(array.max())):
         if not 0 <= bad < config.vocab_size:
             raise ValueError(
@@ -129,15 +150,23 @@ def check_rows(rows, T):
     """`rows` as an int64 array, or None. Raises ValueError for a row outside −T … T − 1."""
     if rows is None:
         return None
-    array = np.asarray(rows, dtype=np.int64).reshape(-1)
-    for row in array:
+    array = np.asarray(rows)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"rows is {rows!r}: give a list of row numbers, such as [-1]")
+    for row in array.reshape(-1):
         if not -T <= row < T:
             raise ValueError(f"row {row} is outside {-T} … {T - 1}: the pass has {T} tokens")
-    return array
+    return array.reshape(-1).astype(np.int64)
 
 
 def check_params(config, params):
     """Raise ValueError or TypeError, in one line, unless params has GPT-2's names, shapes and float32."""
+    if config.num_kv_heads != config.num_heads or config.num_heads * config.head_dim != config.hidden_size:
+        found = f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} KV heads"
+        raise ValueError(
+            f"{config.name}: found {found} and width {config.hidden_size}: a GPT-2 has one KV head "
+            f"per query head and heads · head_dim = hidden_size"
+        )
     for name, shape in param_shapes(config).items():
         if name not in params:
             raise ValueError(f"{config.name}: the weights lack {name}: is this a GPT-2 model?")

@@ -14,10 +14,24 @@ def rows(n, dtype=np.float32, heads=2):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [0, -1, 13, 2.5])
+@pytest.mark.parametrize("size", [0, -1, 13])
 def test_impossible_capacity(kind, size):
     with pytest.raises(ValueError, match="outside 1 … 12, the positions of tiny"):
         kind(CONFIG, size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [2.5, float("nan"), True, "3"])
+def test_only_whole_numbers_of_tokens(kind, number):
+    """A cache that took 1.5 tokens could not be used again."""
+    with pytest.raises(TypeError, match="whole number"):
+        kind(CONFIG, number)
+    cache = kind(CONFIG)
+    for call in (cache.begin, cache.commit, cache.truncate):
+        with pytest.raises(TypeError, match="is not a whole number of tokens"):
+            call(number)
+    assert (cache.seq_len, cache.pending) == (0, 0)
+    assert kind(CONFIG, np.int64(5)).begin(np.int32(2)).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,14 +77,59 @@ def test_concatenating_copies_every_old_row_in_every_pass():
     assert cache.bytes_copied == (0 + 3 + 4 + 5) * kv.sizing.kv_bytes_per_token(CONFIG, 4)
 
 
-def test_concatenating_refuses_a_pass_with_a_layer_left_out():
-    cache = kv.ConcatenatingCache(CONFIG)
-    cache.begin(1)
-    cache.attend(0, rows(1), rows(1), rows(1))
+def run_pass(cache, n, commit=True):
+    cache.begin(n)
+    for layer in range(cache.config.num_layers):
+        cache.attend(layer, rows(n), rows(n), rows(n))
+    if commit:
+        cache.commit()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_with_a_layer_left_out_cannot_be_committed(kind):
+    """Otherwise that layer would show rows that truncate has taken away."""
+    cache = kind(CONFIG)
+    run_pass(cache, 4)
+    cache.truncate(2)
+    cache.begin(2)
+    cache.attend(0, rows(2), rows(2), rows(2))
     with pytest.raises(RuntimeError, match=r"layers \[1\] were not attended"):
         cache.commit()
+    assert (cache.seq_len, cache.pending) == (2, 2)
     cache.abort()
-    assert cache.seq_len == 0
+    assert (cache.seq_len, cache.pending) == (2, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attend_needs_an_open_pass_and_a_layer_of_the_model(kind):
+    cache = kind(CONFIG)
+    with pytest.raises(RuntimeError, match="no pass is open: call begin"):
+        cache.attend(0, rows(1), rows(1), rows(1))
+    cache.begin(1)
+    for layer in (-1, 2):
+        with pytest.raises(IndexError, match=f"layer {layer} is outside 0 … 1"):
+            cache.attend(layer, rows(1), rows(1), rows(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_in_commit_leaves_the_old_rows(kind, monkeypatch):
+    cache = kind(CONFIG)
+    run_pass(cache, 3)
+    before = [a.copy() for a in cache.keys_values(1)]
+    run_pass(cache, 2, commit=False)
+    plain = kind._keep
+
+    def interrupted(self, n):
+        plain(self, n)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "_keep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.commit()
+    cache.abort()
+    assert (cache.seq_len, cache.pending) == (3, 0)
+    assert all(np.array_equal(a, b) for a, b in zip(cache.keys_values(1), before, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,25 +155,38 @@ def test_export_moves_rows_to_another_kind_of_cache(kind):
     np.testing.assert_array_equal(model([3], first), model([3], second))
 
 
-def test_load_refuses_what_does_not_fit():
-    cache = kv.ContiguousCache(CONFIG)
-    cache.begin(2)
-    cache.abort()
-    zeros = np.zeros((2, 2, 3, 4), np.float32)
-    good = dict(layout="layer, kv_head, token, head_dim", dtype="float32", start=0, keys=zeros, values=zeros)
-    longer = np.zeros((2, 2, 13, 4), np.float32)
-    for change, error, words in [
-        (dict(keys=np.zeros((1, 2, 3, 4), np.float32)), ValueError, "does not fit"),
-        (dict(dtype="float16"), TypeError, "payload holds float16"),
+ZEROS = np.zeros((2, 2, 3, 4), np.float32)
+LONGER = np.zeros((2, 2, 13, 4), np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(keys=ZEROS[:1]), ValueError, "does not fit"),
+        (dict(keys=ZEROS[0]), ValueError, "does not fit"),
+        (dict(dtype="float16"), TypeError, "payload holds float16, this cache float32"),
+        (dict(keys=ZEROS.astype(np.float64)), TypeError, "payload holds float64"),
+        (dict(values=np.full(ZEROS.shape, "a")), TypeError, "payload holds str"),
         (dict(start=5), ValueError, "begins at position 5, the cache ends at 0"),
-        (dict(keys=longer, values=longer), kv.CacheFull, "13 tokens do not fit"),
-        (dict(keys=zeros[0]), ValueError, "does not fit"),
-    ]:
-        with pytest.raises(error, match=words):
-            cache.load(good | change)
-        assert (cache.seq_len, cache.pending) == (0, 0)
-    with pytest.raises(ValueError, match="cannot export"):
-        cache.export(0, 1)
+        (dict(keys=LONGER, values=LONGER), kv.CacheFull, "13 tokens do not fit"),
+        (dict(layout="token, layer"), ValueError, "layout is 'token, layer'"),
+    ],
+)
+def test_load_refuses_what_does_not_fit(kind, change, error, words):
+    cache = kind(CONFIG)
+    good = dict(layout="layer, kv_head, token, head_dim", dtype="float32", start=0, keys=ZEROS, values=ZEROS)
+    with pytest.raises(error, match=words):
+        cache.load(good | change)
+    del good["layout"]
+    with pytest.raises(ValueError, match="the payload lacks layout"):
+        cache.load(good)
+    assert (cache.seq_len, cache.pending) == (0, 0)
+
+
+def test_export_refuses_rows_that_are_not_there():
+    with pytest.raises(ValueError, match="cannot export 0 … 1: the cache holds 0 … 0"):
+        kv.ContiguousCache(CONFIG).export(0, 1)
 
 
 def two():
@@ -146,3 +218,34 @@ def test_a_batch_begins_in_all_caches_or_in_none():
     assert (first.pending, full.pending) == (0, 0)
     with pytest.raises(ValueError, match="3 tokens given, the batch's lengths add up to 4"):
         view.begin(3)
+
+
+def test_a_batch_commits_in_all_caches_or_in_none(monkeypatch):
+    first, second = kv.ContiguousCache(CONFIG), kv.ConcatenatingCache(CONFIG)
+    run_pass(first, 3)
+    view = kv.BatchView([first, second], [1, 2])
+    view.begin(3)
+    for layer in range(2):
+        view.attend(layer, rows(3), rows(3), rows(3))
+    monkeypatch.setattr(kv.ConcatenatingCache, "_keep", lambda self, n: 1 / 0 if n else None)
+    with pytest.raises(ZeroDivisionError):
+        view.commit()
+    assert [(c.seq_len, c.pending) for c in (first, second)] == [(3, 0), (0, 0)]
+
+
+def test_a_batch_leaves_foreign_passes_alone():
+    first, second = two()
+    second.begin(1)
+    view = kv.BatchView([first, second], [1, 1])
+    with pytest.raises(RuntimeError, match="cache 1 of the batch has an open pass"):
+        view.begin(2)
+    with pytest.raises(RuntimeError, match="the batch has no open pass"):
+        view.commit()
+    assert (first.pending, second.pending) == (0, 1)
+
+
+def test_a_batch_refuses_rows_that_do_not_add_up():
+    view = kv.BatchView(two(), [1, 2])
+    view.begin(3)
+    with pytest.raises(ValueError, match="4 queries given, the batch's lengths add up to 3"):
+        view.attend(0, rows(4), rows(4), rows(4))

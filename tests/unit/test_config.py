@@ -63,6 +63,39 @@ def test_huggingface_settings_we_do_not_compute_are_refused(change, words):
         configs.from_huggingface(HUGGINGFACE | change, "somewhere")
 
 
+@pytest.mark.parametrize("key", ["n_embd", "n_layer", "n_head", "n_inner", "vocab_size", "n_positions"])
+@pytest.mark.parametrize("value", ["16", 0, -1, True, 1.5, []])
+def test_a_huggingface_size_of_the_wrong_kind(key, value):
+    with pytest.raises(ValueError, match="somewhere: ") as caught:
+        configs.from_huggingface(HUGGINGFACE | {key: value}, "somewhere")
+    assert f"{key} is {value!r}: it must be a whole number" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "described, words",
+    [
+        ([], "config.json holds \\[\\]"),
+        (None, "config.json holds None"),
+        (HUGGINGFACE | dict(n_embd=None), "n_embd is None"),
+        (HUGGINGFACE | dict(layer_norm_epsilon="1e-5"), "somewhere: layer_norm_epsilon is '1e-5'"),
+        (HUGGINGFACE | dict(layer_norm_epsilon=None), "somewhere: layer_norm_epsilon is None"),
+    ],
+)
+def test_huggingface_configs_of_the_wrong_kind(described, words):
+    with pytest.raises(ValueError, match=words):
+        configs.from_huggingface(described, "somewhere")
+
+
+def test_no_inner_width_means_four_times_the_hidden_one():
+    assert configs.from_huggingface(HUGGINGFACE | dict(n_inner=None), "gpt2").intermediate_size == 4 * 768
+    assert configs.from_huggingface(HUGGINGFACE | dict(n_inner=100), "gpt2").intermediate_size == 100
+
+
 def test_a_config_without_its_fields_names_them():
     with pytest.raises(ValueError, match="lacks n_embd, n_layer"):
         configs.from_huggingface({"model_type": "gpt2", "n_head": 1, "vocab_size": 5}, "somewhere")
+
+
+def test_the_catalogue_cannot_be_changed_by_a_reader():
+    with pytest.raises(TypeError):
+        configs.catalogue()["gpt2"] = None

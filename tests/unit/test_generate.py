@@ -91,3 +91,39 @@ def test_top_p_draws_only_the_likeliest():
     choose = kv.sampled(top_p=0.7, seed=0)
     assert {choose(logits) for _ in range(500)} == {0, 1}
     assert kv.sampled(top_p=1e-9)(logits) == 0
+
+
+@pytest.mark.parametrize("chosen", [None, 2048, -1, 3.0, "a"])
+def test_a_sampler_must_return_a_token_id(chosen):
+    with pytest.raises(ValueError, match="the sampler returned .*must return a token id, 0 … 2,047"):
+        kv.generate(MODEL, PROMPT, 3, sampler=lambda logits: chosen)
+
+
+def test_tokens_are_plain_ints():
+    text = kv.generate(MODEL, np.array(PROMPT), 3, sampler=np.argmax)
+    assert [type(token) for token in text] == [int] * 3
+
+
+@pytest.mark.parametrize("ids, error", [("It was", TypeError), ([1.9], TypeError), ([], ValueError)])
+def test_wrong_prompts_are_refused_as_the_model_refuses_them(ids, error):
+    with pytest.raises(error, match="token id"):
+        kv.generate(MODEL, ids, 3)
+
+
+def test_a_batch_is_not_one_sequence():
+    view = kv.BatchView([kv.ContiguousCache.for_model(MODEL)], [1])
+    with pytest.raises(TypeError, match="BatchView: generate continues one sequence"):
+        kv.generate(MODEL, PROMPT, 3, cache=view)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_samplers_refuse_logits_that_are_not_finite(bad):
+    with pytest.raises(ValueError, match="a sampler needs finite logits"):
+        kv.sampled()(np.array([0, bad, 1], np.float32))
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e6, np.float64(1)])
+def test_extreme_temperatures(temperature):
+    logits = np.array([1, 5, -np.inf, 3], np.float32)
+    drawn = {kv.sampled(temperature, seed=s)(logits) for s in range(20)}
+    assert drawn == {1} if temperature < 1 else 2 not in drawn

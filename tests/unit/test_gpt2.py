@@ -61,7 +61,9 @@ def test_rows_are_rows_of_all_logits(rows):
         ([1.5], TypeError, "ids are float64"),
         ([True], TypeError, "ids are bool"),
         ([[1, 2]], ValueError, r"ids have shape \(1, 2\)"),
-        (["a"], TypeError, "ids are <U1"),
+        (["a"], TypeError, "ids are <U1, such as 'a'"),
+        ("It was", TypeError, "ids is the text 'It was': give the token ids"),
+        ([[1], [2, 3]], ValueError, "lists of different lengths"),
     ],
 )
 def test_wrong_ids(kind, ids, error, words):
@@ -132,3 +134,47 @@ def test_an_interrupted_pass_leaves_the_cache_as_it_was(kind, moment, monkeypatc
             MODEL([1, 2, 3], cache)
     assert unchanged(cache, before)
     np.testing.assert_allclose(MODEL([9], cache)[-1], MODEL([*PROMPT, 9])[-1], atol=1e-4)
+
+
+def test_rows_are_a_list_of_row_numbers():
+    for rows in ([1.7], slice(0, 2), [True]):
+        with pytest.raises(TypeError, match="give a list of row numbers"):
+            MODEL(PROMPT, rows=rows)
+    assert MODEL(PROMPT, rows=[]).shape == (0, 2048)
+
+
+def small(**changes):
+    shape = dict(num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, hidden_size=16, vocab_size=50)
+    return kv.random_model("gpt2", **{**shape, "intermediate_size": 64, "max_seq_len": 32, **changes})
+
+
+def test_a_cache_with_more_positions_than_the_model():
+    model, cache = small(), kv.ContiguousCache.for_model(small(max_seq_len=64))
+    model([1] * 30, cache)
+    with pytest.raises(kv.CacheFull, match="position 32 is outside the 32 positions of gpt2"):
+        model([1] * 3, cache)
+    assert (cache.seq_len, cache.pending) == (30, 0)
+    with pytest.raises(ValueError, match="need 33 positions, the limit is 32"):
+        kv.generate(model, [1], 3, cache=cache)
+
+
+@pytest.mark.parametrize("change", [dict(num_kv_heads=1), dict(num_heads=4), dict(head_dim=4)])
+def test_shapes_that_gpt2_does_not_have(change):
+    with pytest.raises(ValueError, match="one KV head per query head and heads · head_dim = hidden_size$"):
+        small(**change)
+
+
+def test_a_failing_commit_leaves_the_cache_closed(monkeypatch):
+    cache = kv.ConcatenatingCache.for_model(MODEL)
+    MODEL(PROMPT, cache)
+    before = state(cache)
+
+    def full(self, n):
+        if n:
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv.ConcatenatingCache, "_keep", full)
+        with pytest.raises(MemoryError):
+            MODEL([1], cache)
+    assert unchanged(cache, before)

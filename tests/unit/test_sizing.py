@@ -1,5 +1,6 @@
 """Counts against a loop that really counts."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,3 +45,16 @@ def test_attention_flops_do_not_depend_on_how_a_text_is_cut(past, new):
 
 def test_kv_bytes_per_token_of_gpt2():
     assert sizing.kv_bytes_per_token(GPT2, bytes_per_number=4) == 73_728
+
+
+@pytest.mark.parametrize("bytes_per_number", [0, -1, "float16", float("nan")])
+def test_impossible_precisions_are_refused(bytes_per_number):
+    with pytest.raises(ValueError, match="bytes_per_number is"):
+        sizing.kv_bytes_per_token(GPT2, bytes_per_number)
+
+
+def test_numpy_counts_do_not_overflow():
+    large = np.int32(2**30)
+    assert sizing.positions_processed(large, large, cached=False) > 2**60
+    with pytest.raises(TypeError):
+        sizing.positions_processed(1.5, 1, cached=True)
