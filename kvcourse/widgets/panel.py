@@ -8,6 +8,8 @@ sentence``.
 from __future__ import annotations
 
 import html
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -119,16 +121,22 @@ class Panel(ipywidgets.VBox):
         """Set controls as if the reader had moved them, and return the sentence under the figure.
 
         A ``slow`` panel is run as well. Raises ``ValueError`` for an unknown control or a value that the
-        control cannot take (a slider would silently move to its end).
+        control cannot take (a slider would silently move to its end); all controls then stay as they were.
         """
         for name in values:
             if name not in self.controls:
                 raise ValueError(f"no control {name!r} in {self!r}: it has {', '.join(self.controls)}")
+        before = self.values
         # Held, so that two values set together are computed once.
         self._held = True
         try:
             for name, value in values.items():
                 _set_value(self, name, value)
+        except Exception:
+            # Otherwise the controls would say something else than the figure and the text.
+            for name, value in before.items():
+                self.controls[name].value = value
+            raise
         finally:
             self._held = False
         self._refresh()
@@ -227,6 +235,8 @@ def _check_size(figure: go.Figure) -> None:
 
 def _set_value(panel: Panel, name: str, value: Any) -> None:
     control = panel.controls[name]
+    if isinstance(value, numbers.Real) and math.isnan(value):  # neither below a limit nor above it
+        raise ValueError(f"control {name!r} of {panel!r} cannot be nan: give a number")
     try:
         control.value = value
     except Exception as error:

@@ -6,6 +6,8 @@ Nothing here waits for the reader: an empty box is a valid state, the reveal the
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,29 +20,27 @@ from kvcourse.widgets.views import Readout
 KINDS = ("number", "choice", "text")
 
 
+# Separators stand between groups of three digits and nowhere else: "1,5" is one and a half to some readers,
+# and "5 4" is two numbers.
+_WHOLE = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ _\u00a0\u202f]\d{3})+|\d+"
+_NUMBER = re.compile(rf"([+-]?\s*(?:(?:{_WHOLE})(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*)")
+_MULTIPLES = {"k": 1e3, "K": 1e3, "thousand": 1e3, "M": 1e6, "million": 1e6, "billion": 1e9}
+
+
 def parse_number(text: str) -> float | int:
-    """The number a reader typed: ``"1,000"``, ``"1 000"``, ``"2.5"``, ``"1e3"``, ``"40x"``, ``"40 %"``.
+    """The number a reader typed: ``"1,000"``, ``"1 000"``, ``"2.5"``, ``"1e3"``, ``"10k"``, ``"~40 %"``.
 
-    A unit behind the number is ignored; the box says which unit is meant. Raises ``ValueError`` otherwise.
+    ``k`` and ``M`` multiply by 1,000 and 1,000,000. A unit behind the number is ignored; the box says which
+    unit is meant. Returns an ``int`` for a whole number below 2**53. Raises ``ValueError`` for anything else.
     """
-    cleaned = text.strip().replace(",", "").replace("_", "").replace("\u202f", "").replace(" ", "")
-    end = len(cleaned)
-    # The longest prefix that is a number; what follows must be a unit (no digits), so that "12..5" is
-    # refused.
-    while end and not _is_number(cleaned[:end]):
-        end -= 1
-    rest = cleaned[end:]
-    if not end or any(char.isdigit() or char in ".+-" for char in rest):
-        raise ValueError(f"{text.strip()!r} is not a number: type digits, for example 2.5 or 1000")
-    value = float(cleaned[:end])
+    found = _NUMBER.fullmatch(text.strip().lstrip("~≈ ").replace("\N{MINUS SIGN}", "-"))
+    number, unit = found.groups() if found else ("nan", "")
+    value = float(re.sub(r"[,_\s]", "", number)) * _MULTIPLES.get(unit.partition(" ")[0], 1)
+    if not math.isfinite(value) or any(char.isnumeric() or char in ".,+-" for char in unit):
+        typed = text.strip()
+        shown = typed if len(typed) <= 40 else typed[:40] + "…"
+        raise ValueError(f"{shown!r} is not a number: type digits, for example 2.5 or 1000")
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def say(value: Any, digits: int = 3) -> str:
@@ -86,7 +86,7 @@ class Prediction(ipywidgets.VBox):
         # The question is text of the page, in its own line; the short label on the box is what a screen
         # reader reads on the way to the box, so the question is repeated there as its tooltip.
         self._question = Readout(text=question)
-        self._note = Readout(text="Your earlier guess." if self.answer is not None else "")
+        self._note = Readout(text="Your earlier guess." if self.box.value else "")
         self.box.observe(self._changed, names="value")
         super().__init__(
             children=[self._question, ipywidgets.HBox([self.box, self._note], layout=_ROW)],
@@ -179,15 +179,19 @@ def compare(guess: Any, answer: Any, unit: str = "", digits: int = 3) -> str:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Within the range of a float, so that a ratio can be taken; False for nan as well.
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    )
 
 
 def _how_far(guess: float, answer: float) -> str:
     if guess == answer:
         return "exactly right"
-    if guess * answer <= 0:  # a zero or two signs: no ratio to speak of
+    ratio = guess / answer if answer else 0.0
+    # A zero, two signs, or so far apart that a float cannot say it: no ratio to speak of.
+    if not sys.float_info.min <= ratio <= sys.float_info.max:
         return f"off by {say(abs(guess - answer))}"
-    ratio = guess / answer
     way = "high" if abs(guess) > abs(answer) else "low"
     if 0.5 < ratio < 2:
         percent = abs(ratio - 1) * 100

@@ -45,6 +45,7 @@ class _View(anywidget.AnyWidget):
         super().__init__(_state_id=self._held.model_id, **kwargs)
 
     def close(self) -> None:
+        """Close the view and the model it shows."""
         super().close()
         self._held.close()
 
@@ -88,7 +89,7 @@ class Readout(_View):
 
     @property
     def text(self) -> str:
-        """The text shown."""
+        """The line shown, plain text (HTML is shown as typed). Setting it changes the page in place."""
         return self._held.value
 
     @text.setter

@@ -97,6 +97,29 @@ def test_set_refuses_in_one_line(values, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "values", [{"prompt": 101}, {"prompt": 12}, {"prompt": 20, "new": 3}, {"new": 4, "prompt": "many"}]
+)
+def test_a_refused_set_leaves_controls_figure_and_text_in_agreement(values):
+    panel = make()
+    with pytest.raises(ValueError):
+        panel.set(**values)
+    assert panel.values == {"prompt": 10, "new": 2}
+    assert panel.text == "21 positions." and list(panel.figure.data[0].y) == [10, 11]
+    panel.controls["prompt"].value = 20  # a move by hand still arrives
+    assert panel.text == "41 positions."
+
+
+@pytest.mark.parametrize("value", [float("nan"), np.float32("nan")])
+@pytest.mark.parametrize("kind", [ipywidgets.FloatSlider, ipywidgets.FloatText])
+def test_nan_is_refused(kind, value):
+    control = kind(value=1, description="share")
+    panel = Panel("p", {"share": control}, lambda share: compute(share, 1), figure, describe)
+    with pytest.raises(ValueError, match="control 'share' of <Panel: p> cannot be nan: give a number"):
+        panel.set(share=value)
+    assert panel.values == {"share": 1} and panel.text == "1.0 positions."
+
+
 def test_an_error_while_moving_becomes_text_prints_nothing_and_the_panel_lives():
     def fragile(prompt, new):
         if prompt == 20:

@@ -35,6 +35,15 @@ def record(tmp_path, monkeypatch):
         (".5", 0.5),
         ("12 ms", 12),
         ("7 tokens", 7),
+        ("1,234,567.5", 1234567.5),
+        ("12\u202f000 tokens", 12000),
+        ("1_000", 1000),
+        ("10k", 10_000),
+        ("2.5 M", 2_500_000),
+        ("3 million tokens", 3_000_000),
+        ("\N{MINUS SIGN}5", -5),
+        ("~40", 40),
+        ("≈ 40 %", 40),
     ],
 )
 def test_what_people_type_for_a_number(typed, number):
@@ -42,10 +51,26 @@ def test_what_people_type_for_a_number(typed, number):
     assert isinstance(parse_number(typed), type(number))
 
 
-@pytest.mark.parametrize("typed", ["many", "1..5", "12-15", "1/2", "ten 10", "nan", "inf", "x2"])
+@pytest.mark.parametrize("typed", ["many", "1..5", "12-15", "1/2", "ten 10", "nan", "inf", "x2", "", "1½"])
 def test_what_is_not_a_number(typed):
     with pytest.raises(ValueError, match="is not a number: type digits, for example"):
         parse_number(typed)
+
+
+# What one reader means by these is not what another one reads; each was once recorded as some number.
+@pytest.mark.parametrize(
+    "typed", ["1,5", "1.000,5", "1.234,567", "5 4", "1,0000", "1000,000", "1,00,000", "5,"]
+)
+def test_separators_stand_between_groups_of_three(typed):
+    with pytest.raises(ValueError, match="is not a number: type digits, for example 2.5 or 1000"):
+        parse_number(typed)
+
+
+@pytest.mark.parametrize("typed", ["9" * 400, "1e308 k", "x" * 400])
+def test_a_long_entry_is_not_repeated_whole(typed):
+    with pytest.raises(ValueError, match="is not a number") as caught:
+        parse_number(typed)
+    assert len(str(caught.value)) < 120
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -94,7 +119,8 @@ def test_a_choice_starts_empty_and_is_recorded():
 
 def test_an_option_that_is_gone_is_not_restored():
     progress.record_prediction("01.why", "an old option")
-    assert Prediction("01.why", "Why?", kind="choice", options=["a", "b"]).box.value is None
+    box = Prediction("01.why", "Why?", kind="choice", options=["a", "b"])
+    assert box.box.value is None and box.note == ""
 
 
 def test_text_is_recorded():
@@ -157,6 +183,10 @@ def test_unwritable_progress_is_said_beside_the_box(tmp_path, monkeypatch):
         (-1, 5, "Your guess: -1 ms. Answer: 5 ms: off by 6."),
         (5, 0, "Your guess: 5 ms. Answer: 0 ms: off by 5."),
         (-4, -5, "Your guess: -4 ms. Answer: -5 ms: 20 % too low."),
+        (1e-320, 1e308, "Your guess: 1e-320 ms. Answer: 1e+308 ms: off by 1e+308."),
+        (1e308, 1e-320, "Your guess: 1e+308 ms. Answer: 1e-320 ms: off by 1e+308."),
+        (1e-200, 2e-200, "Your guess: 1e-200 ms. Answer: 2e-200 ms: 2 times too low."),
+        (10**309, math.inf, f"Your guess: {10**309:,}. Answer: inf ms: not what you said."),
         ("many", 300, "Your guess: many. Answer: 300 ms: not what you said."),
     ],
 )
