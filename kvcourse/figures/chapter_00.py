@@ -11,6 +11,7 @@ from kvcourse import ops
 from kvcourse.figures import template as look
 
 BARS = 8  # how many tokens the figure has room for
+AXIS_ENDS = {10: 2, 25: 5, 50: 10, 100: 25}  # %: where the axis may end, and its ticks then
 SHOWN_BEFORE = 6  # how many of the tokens read the sentence repeats
 
 
@@ -42,7 +43,7 @@ def next_token(
     own_place = int(np.flatnonzero(order == own)[0])
     shown = [int(token) for token in order[:BARS]]
     if own_place >= BARS:
-        shown[-1] = own  # the last row then stands for a token from further down, and its label says so
+        shown[-1] = own  # the last row is then a token from further down, and its label says so
     rows = [
         {
             "label": quoted(pieces[token]),
@@ -63,8 +64,14 @@ def next_token(
 
 
 def next_token_figure(data: dict) -> go.Figure:
-    """Bars of ``next_token``'s rows: filled for the text's own next token, outlined for all others."""
-    figure = look.new_figure("probability of being the next token (%)", "", height=360)
+    """Bars of ``next_token``'s rows: filled for the text's own next token, outlined for all others.
+
+    The axis ends at the next of ``AXIS_ENDS`` above the longest bar, and its title says where.
+    """
+    end = next(end for end in AXIS_ENDS if end >= data["rows"][0]["percent"])
+    figure = look.new_figure(
+        f"probability of being the next token (%); this axis ends at {end} %", "", height=360
+    )
     for own, name, fill in (
         (False, "likeliest next tokens", look.PAPER),
         (True, "the token the novel goes on with", look.INK),
@@ -83,7 +90,7 @@ def next_token_figure(data: dict) -> go.Figure:
             hovertemplate="%{customdata[0]}: %{x} %, place %{customdata[1]:,}<extra></extra>",
         )
     figure.update_layout(barmode="overlay")
-    figure.update_xaxes(range=[0, 108], tickvals=[0, 25, 50, 75, 100])
+    figure.update_xaxes(range=[0, 1.08 * end], tickvals=list(range(0, end + 1, AXIS_ENDS[end])))
     figure.update_yaxes(
         range=[BARS - 0.5, -0.5],  # the likeliest on top
         tickvals=list(range(len(data["rows"]))),
@@ -123,7 +130,7 @@ def next_token_text(data: dict) -> str:
     )
 
 
-LEGEND = (  # meaning as it stands under the mark, the letter on it, the bar's looks
+LEGEND = (  # the meaning written under the mark, the letter on it, the bar's looks
     ("key", "K", {"color": look.KEY}),
     ("value", "V", {"color": look.VALUE}),
     ("query", "Q", {"color": look.QUERY}),

@@ -9,7 +9,10 @@ import plotly.graph_objects as go
 
 from kvcourse.figures import template as look
 
-FULL = 50  # %, the deepest blue: rows after the first seldom give one key more, and 10 must differ from 15
+FULL = 50  # %, the strongest color: rows after the first rarely give one key more; 10 must differ from 15
+
+# A row of weights is what one query hands out, so weights have the query's color and never the key's.
+WEIGHT = look.QUERY
 
 # An axis says by its line whether it counts keys or queries; labels in these colors would be too dark to
 # read in the dark theme.
@@ -107,11 +110,12 @@ def attention(weights: np.ndarray, pieces: Sequence[str], layer: int, head: int,
 
 
 def attention_figure(data: dict) -> go.Figure:
-    """Left: all rows as a heat map, masked cells hatched, the chosen row framed. Right: that row as bars."""
+    """Left: all rows as a heat map under its color scale, masked cells hatched, the chosen row framed.
+    Right: that row as bars."""
     T, query, pieces = len(data["pieces"]), data["query"], data["pieces"]
     figure = look.new_figure("position of the key (K)", "position of the query (Q)", height=look.MAX_HEIGHT)
     visible = [[cell if c <= r else 0 for c, cell in enumerate(row)] for r, row in enumerate(data["percent"])]
-    figure.add_trace(look.heat_map(visible, hover=_hover(data), largest=FULL))
+    figure.add_trace(look.heat_map(visible, hover=_hover(data), color=WEIGHT, largest=FULL))
     figure.data[0].update(showscale=False)
     figure.add_trace(
         go.Bar(
@@ -129,6 +133,7 @@ def attention_figure(data: dict) -> go.Figure:
         )
     )
     figure.add_trace(_row_bars(data))
+    figure.add_trace(_scale())
     frame = {"type": "rect", "x0": -0.5, "x1": query + 0.5, "y0": query - 0.5, "y1": query + 0.5}
     figure.add_shape(**frame, line={"color": look.INK, "width": 2.5})
     labels = [f"{quoted(piece)} {position}" for position, piece in enumerate(pieces)]
@@ -137,13 +142,32 @@ def attention_figure(data: dict) -> go.Figure:
     figure.update_layout(
         bargap=0,
         xaxis={"domain": [0, 0.49], "range": [-0.5, T - 0.5], "tickangle": 0, **ticks, **KEY_LINE},
-        yaxis={"range": [T - 0.5, -0.5], **ticks, **QUERY_LINE, "ticktext": labels},
+        yaxis={"domain": [0, 0.84], "range": [T - 0.5, -0.5], **ticks, **QUERY_LINE, "ticktext": labels},
         xaxis2={**axis, "domain": [0.68, 1], "anchor": "y2", "range": [0, 105], "dtick": 25},
         yaxis2={**axis, "anchor": "x2", "range": [T - 0.5, -0.5], **ticks, **KEY_LINE, "ticktext": labels},
+        xaxis3={**axis, **SCALE_AXIS, "domain": [0, 0.49], "anchor": "y3"},
+        yaxis3={"domain": [0.93, 1], "anchor": "x3", "visible": False},
         margin={"t": 12},
     )
     figure.layout.xaxis2.title.text = f"weights of query {query}, {quoted(pieces[query])} (%)"
     return figure
+
+
+SCALE_AXIS = {
+    "range": [0, FULL],
+    "tickvals": list(range(0, FULL + 1, 10)),
+    "ticktext": [f"{percent} %" for percent in range(0, FULL, 10)] + [f"{FULL} % or more"],
+    "showgrid": False,
+    "showline": False,
+}
+
+
+def _scale() -> go.Heatmap:
+    # A heat map of its own, because plotly's color bar drops the transparency that tells weak from strong.
+    steps = [percent + 0.5 for percent in range(FULL)]
+    strip = look.heat_map([steps], hover=[[""] * FULL], color=WEIGHT, largest=FULL)
+    strip.update(x=steps, y=[0], xaxis="x3", yaxis="y3", xgap=0, ygap=0, showscale=False)
+    return strip.update(hoverinfo="skip", hovertemplate=None)
 
 
 def _row_bars(data: dict) -> go.Bar:
@@ -156,7 +180,7 @@ def _row_bars(data: dict) -> go.Bar:
         xaxis="x2",
         yaxis="y2",
         showlegend=False,
-        marker={"color": look.KEY, "line": {"color": look.INK, "width": 1}},
+        marker={"color": WEIGHT, "line": {"color": look.INK, "width": 1}},
         hovertext=_hover(data)[data["query"]][: len(row)],
         hovertemplate="%{hovertext}<extra></extra>",
     )

@@ -95,6 +95,24 @@ def test_printed_scores_and_weights_are_no_rounding_ties(page):
         assert to_a_tie.min() > 4 * np.abs(in_32 - in_64).max()
 
 
+SWAPPED = ("The lady saw the gentleman there", "The gentleman saw the lady there")
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_without_wpe_the_last_row_of_the_first_layer_does_not_know_the_order(page, positions):
+    """The page's pair: the same tokens in two orders, the same last token."""
+    one, other = (page["tokenizer"].encode(text) for text in SWAPPED)
+    assert one != other and sorted(one) == sorted(other) and one[-1] == other[-1]
+    prose = " ".join(cell.source for cell in nbformat.read(NOTEBOOK, 4).cells if cell.cell_type == "markdown")
+    assert all(text in " ".join(prose.split()) for text in SWAPPED)
+    p = dict(page["p"])
+    if not positions:
+        p["wpe.weight"] = np.zeros_like(p["wpe.weight"])
+    rows = [page["layer"](page["embed"](ids, p), p, 0)[0][-1] for ids in (one, other)]
+    difference = np.abs(rows[0] - rows[1]).max()
+    assert (difference > 100 * TOLERANCE) if positions else (difference < TOLERANCE)
+
+
 def test_the_greedy_loop_equals_generate(page, model):
     expected = kv.generate(model, page["ids"], max_new_tokens=12)
     assert page["write"](page["ids"], model.params, 12) == page["ids"] + expected

@@ -80,6 +80,17 @@ def test_the_figure_keeps_its_two_traces_and_shows_every_row():
 
 
 @pytest.mark.parametrize(
+    ("first", "end"), [(0.05, 10), (0.1, 10), (0.101, 25), (0.5, 50), (0.51, 100), (1.0, 100)]
+)
+def test_the_axis_ends_above_the_longest_bar_and_says_where(first, end):
+    rest = [(1 - first) / 40] * 40  # always shorter than `first`
+    data = figures.next_token(logits_of(first, *(max(r, 1e-9) for r in rest)), ["t"] * 41, [0, 0], 1, 1.0)
+    axis = figures.next_token_figure(data).layout.xaxis
+    assert axis.title.text.endswith(f"ends at {end} %")
+    assert axis.range[1] == pytest.approx(1.08 * end) and axis.tickvals[-1] == end
+
+
+@pytest.mark.parametrize(
     ("percent", "text"),
     [(0.0, "under 0.1 %"), (0.1, "0.1 %"), (9.9, "9.9 %"), (10.0, "10 %"), (99.6, "100 %")],
 )
@@ -184,10 +195,26 @@ def test_the_panel_s_sentences_hang_on_no_rounding(model, tokenizer):
     once, stepwise = in_two_orders(model, ids)
     moved = once + 10 * (once - stepwise)
     read = keyword("panel.set", "read")
-    for temperature in (0.25, 2.0, 1.0):
+    for temperature in widgets.TEMPERATURES:
         assert figures.next_token(once, pieces, ids, read, temperature) == figures.next_token(
             moved, pieces, ids, read, temperature
         )
+
+
+def test_the_novel_s_token_is_likeliest_at_0_7_on_either_side_less(model, tokenizer):
+    """What the page says: the best temperature lies in the middle, and the token is not the first choice."""
+    ids = tokenizer.encode_ordinary(assigned("passage"))
+    pieces = [tokenizer.decode([token]) for token in range(model.config.vocab_size)]
+    logits, read = model(ids), keyword("panel.set", "read")
+    own = [
+        next(row for row in figures.next_token(logits, pieces, ids, read, t)["rows"] if row["own"])
+        for t in widgets.TEMPERATURES
+    ]
+    percents = [row["percent"] for row in own]
+    best = widgets.TEMPERATURES.index(0.7)
+    assert percents[: best + 1] == sorted(percents[: best + 1])
+    assert percents[best:] == sorted(percents[best:], reverse=True)
+    assert {row["place"] for row in own} == {3}
 
 
 def test_the_passage_was_never_trained_on():

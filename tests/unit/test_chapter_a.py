@@ -58,9 +58,12 @@ def test_even_attention_gives_the_even_share_everywhere(T, data):
 def test_bars_are_the_visible_part_of_the_chosen_row_and_the_rest_is_hatched():
     weights = weights_of([[1, 0, 0], [0.75, 0.25, 0], [0.5, 0.125, 0.375]])
     drawing = figures.attention_figure(figures.attention(weights, ["x", "y", "z"], 0, 0, 1))
-    heat, hatched, bars = drawing.data
+    heat, hatched, bars, scale = drawing.data
     assert list(bars.x) == [75.0, 25.0]
     assert [(y, x) for y, x in zip(hatched.y, hatched.x, strict=True)] == [(0, 2), (1, 1)]
+    # The scale on top is in the very colors of the cells, and those are not the keys'.
+    assert (scale.colorscale, scale.zmin, scale.zmax) == (heat.colorscale, heat.zmin, heat.zmax)
+    assert bars.marker.color == template.QUERY
     assert heat.z[0][1] is None and heat.text[0][1] == "query 0 “x”, key 1 “y”: masked"
     assert drawing.layout.shapes[0].y0 == 0.5 and drawing.layout.shapes[0].x1 == 1.5
 
