@@ -28,7 +28,7 @@ class LiveText(ipywidgets.HTML):
         return "<LiveText>"
 
     def show(self, new_text: str, note: str = "") -> None:
-        """Show the prompt, ``new_text`` behind it, and ``note`` under both. Plain text, escaped here."""
+        """Show the prompt, ``new_text`` after it, and ``note`` under both. Plain text, escaped here."""
         self.value = (
             '<div style="max-width: 980px; white-space: pre-wrap; line-height: 1.5">'
             f"<b>{self._prompt}</b>{html.escape(new_text)}</div>"

@@ -1,6 +1,7 @@
 """Chapter 01: forward pass, model of time, pictures, exercise; and that no text hangs on a rounding."""
 
 import importlib.util
+import json
 import time
 
 import numpy as np
@@ -22,6 +23,7 @@ ROWS = [
     {"tokens": n, "without": a, "with": b}
     for n, a, b in zip(figures.TOKENS, [40.0, 150.0, 290.0, 610.0, 1500.0], [30, 31, 32, 32, 33], strict=True)
 ]
+DISTURBED = [*ROWS[:3], {**ROWS[3], "why": "other programs kept 2.0 of 2 cores busy"}, ROWS[4]]
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +126,24 @@ def test_the_books_line_is_proportional_above_a_decode_step():
     assert figures.pass_ms(machine, 500) == pytest.approx(20)
 
 
+def test_chunks_of_query_rows_give_what_the_whole_matrix_gives():
+    code = tagged_code(NOTEBOOK, "plain-gpt2") | {"c": GPT2, "figures": figures}
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    (source,) = ("".join(c["source"]) for c in cells if "def attend_in_chunks" in "".join(c["source"]))
+    exec(source.split("def random_qkv")[0], code)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 4, 150, 16), dtype=np.float32)
+    for size in (1, 64, 128, 200):
+        got = code["attend_in_chunks"](q, k, v, size)
+        # Weighted means of numbers of size 1 over at most 150 rows, float32.
+        np.testing.assert_allclose(got, code["attend"](q, k, v), atol=1e-5, rtol=0)
+
+
 def test_measured_rows_become_a_machine():
     known, times = figures.machines(ROWS)[figures.HERE]
     assert known == [1, *figures.TOKENS] and times == [32.0, *(row["without"] for row in ROWS)]
     assert figures.HERE not in figures.machines()
+    busy = figures.machines(DISTURBED)
+    assert figures.HERE not in busy and figures.HERE + " (disturbed)" in busy
 
 
 @settings(deadline=None)  # the first call imports
@@ -157,6 +173,10 @@ def test_claim_c04_and_its_audit():
     assert without[299] / 1000 == pytest.approx(25.794)
     assert without[-1] / cached[-1] == pytest.approx(14.1, abs=0.05)
     assert figures.crossing(machine, 2000, 40) == 10016
+    assert cached[299] / 1000 == pytest.approx(0.080 + 299 * 0.007)
+    assert figures.crossing(machine, 6765, 40) <= 1000 < figures.crossing(machine, 6764, 40)
+    two, three = (np.divide(*figures.two_loops(machine, 2000, 1000, batch))[-1] for batch in (2, 3))
+    assert two < 40 <= three and three == pytest.approx(41.5, abs=0.05)
     assert figures.crossing(machine, 2000, 100) is None
 
 
@@ -169,6 +189,30 @@ def test_the_sentence_of_the_panel():
     text = figures.loops_text(data)
     for said in ("644,850 positions in 25.8 s", "2,299 in 2.17 s", "11.9 times", "from 65 new tokens on"):
         assert said in text
+
+
+def test_one_of_a_thing_is_singular_and_large_ratios_are_written_out():
+    one = figures.loops_text(figures.loops(1, 1, 1, 2, figures.H100))
+    assert "1 position in" in one and "1 positions" not in one and "with one, the same time;" in one
+    large = figures.loops_text(figures.loops(8000, 12_000, 64, 2, figures.LAPTOP))
+    assert "e+" not in large and ", 1," in large.split("with one")[1]
+
+
+def test_the_line_with_a_cache_drops_at_the_second_step_however_long_the_text():
+    for new in (2, 300, 12_000):
+        data = figures.loops(2000, new, 1, 10, figures.H100)
+        assert data["steps"][:2] == [1, 2] and data["cached_positions"][:2] == [2000, 1]
+    drawn = figures.loops_figure(data)
+    assert next(line for line in drawn.data if line.name == "with cache").line.shape == "hv"
+    axes = (drawn.layout.xaxis, drawn.layout.xaxis2, drawn.layout.yaxis, drawn.layout.yaxis2)
+    assert {axis.tickformat for axis in axes} == {","}
+
+
+def test_passes_of_each_position():
+    times = [3, 3, 2, 1, 0]  # two prompt tokens, three new ones
+    assert figures.passes_text(times) == "9 positions processed: 4 for the first time and 5 again."
+    first, again = figures.passes_figure(times).data
+    assert list(first.y) == [1, 1, 1, 1, 0] and list(again.y) == [2, 2, 1, 0, 0]
 
 
 def test_positions_are_the_packages_count():
@@ -252,24 +296,57 @@ def test_scaled_parts_meet_the_curve_at_the_anchor():
     assert all(a <= b for a, b in zip(parts["linear"], parts["both"], strict=True))
     text = figures.parts_text(parts, "the blog", [256, 1000], [435, 2400])
     assert text.endswith("where the blog has 435 and 1,700 ms at 1,000 where the blog has 2,400.")
+    every = figures.parts_scaled(GPT2, 512, 795.0, every_row=True)
+    assert every["both"][at] == 795.0 and every["linear"][at] > parts["linear"][at]
+    assert "1,658 ms at 1,000 where the blog has 2,400" in figures.blog_over_flops(GPT2)[1]
+    for rows, word in ((ROWS, False), (DISTURBED, True)):
+        drawn, text = figures.here_over_flops(GPT2, rows)
+        assert ("isturbed" in text) == word == ("disturbed" in drawn.data[-1].name)
 
 
 def test_the_step_figure_and_its_sentence():
     recorded = figures.recorded_rows(
         {
             "lengths": [16, 1000],
-            "seconds": {"plain": [0.1, 3.0], "cached": [0.02, 0.03], "uncached": [0.2, 2]},
+            "seconds": {"plain": [0.1, 3.0], "cached": [0.02, 0.03]},
         }
     )
-    assert recorded[0] == {"tokens": 16, "without": 100.0, "with": 20.0, "package": 200.0}
+    assert recorded[0] == {"tokens": 16, "without": 100.0, "with": 20.0}
     drawn = figures.step_figure(ROWS, (recorded, "recorded on a test machine"))
     assert [line.name for line in drawn.data] == [
-        "blog, without", "blog, with", "recorded, without", "recorded, with", "here, without", "here, with"
+        "blog, without", "blog, with", "recorded run, without", "recorded run, with",
+        "here, without", "here, with",
     ]  # fmt: skip
-    assert all(line.line.color == template.PUBLISHED and line.line.dash == "dash" for line in drawn.data[:2])
+    assert all(line.line.color == template.PUBLISHED and line.line.dash == "dash" for line in drawn.data[:4])
+    assert len({line.marker.symbol for line in drawn.data[:4]}) == 4
     assert "8 threads" in drawn.data[0].hovertemplate and "test machine" in drawn.data[2].hovertemplate
     text = figures.step_text(ROWS)
     assert "grows 38 times" in text and "1.1 times with one" in text and "is 45." in text
+    assert "isturbed" not in text and "Disturbed, not to be quoted" in figures.step_text(DISTURBED)
+    assert all("disturbed" in line.name for line in figures.step_figure(DISTURBED).data[2:])
+
+
+def test_a_disturbed_row_says_so_and_is_not_quoted():
+    marked = [line.endswith("disturbed") for line in figures.step_table(DISTURBED).split("\n")[2:]]
+    assert marked == [False, False, False, True, False]
+    assert "disturbed" not in figures.step_table(ROWS)
+    assert figures.quoted(ROWS, "kept", "label") == (ROWS, "the run here")
+    rows, source = figures.quoted(DISTURBED, "kept", "label")
+    assert rows == "kept" and "label" in source and "disturbed" in source
+
+
+def test_no_impossible_time_in_the_table_of_attends_parts():
+    found = [
+        {"tokens": 512, "whole": 300.0, "chunks": 200.0, "products": 50.0, "why": ""},
+        {"tokens": 1000, "whole": 100.0, "chunks": 800.0, "products": 250.0, "why": ""},
+    ]
+    head, first, growth, last = figures.attend_table(found).split("\n")
+    assert first.split() == ["512", *"300 ms 200 ms 100 ms 50 ms 150 ms".split()]
+    assert growth.split() == ["T²", "3.8x", "0.3x", "4.0x", "-", "5.0x", "3.7x"]
+    assert "cannot tell" in last and "-700" not in last
+    found[1]["why"] = "busy"
+    *_, growth, last = figures.attend_table(found).split("\n")
+    assert growth.split() == ["T²", "3.8x", *"-----"] and last.endswith("disturbed")
 
 
 # --- the exercise -----------------------------------------------------------------------
