@@ -22,9 +22,9 @@ endif
 ifneq ($(origin PYTHON),file)
 CHOSEN = --use-this-python
 endif
-INSTALL = command -v $(PYTHON) > /dev/null || \
+INSTALL = command -v "$(PYTHON)" > /dev/null || \
   { echo "kvcourse: no interpreter $(PYTHON) on PATH: install Python >= 3.11 or choose one with PYTHON=..." >&2; exit 1; }; \
-  $(PYTHON) install.py --torch $(TORCH) --torch-index $(TORCH_INDEX) $(CHOSEN)
+  "$(PYTHON)" install.py --torch $(TORCH) --torch-index $(TORCH_INDEX) $(CHOSEN)
 
 .PHONY: help lab install test install-test lint unit chapters-test browser chapters lock clean
 

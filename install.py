@@ -107,15 +107,22 @@ def ensure_venv(venv, rebuild):
     )
     if made.returncode:
         lines = made.stdout.decode(errors="replace").strip().splitlines() or ["no message"]
-        raise SetupError("cannot make %s: %s" % (venv, lines[-1]))
+        raise SetupError(
+            "cannot make %s: %s: move away what is there, or choose another folder with --venv"
+            % (venv, lines[-1])
+        )
 
 
 def wanted_state(args):
     """What the stamp file says when the installation is up to date: hashes of the files that decide it."""
 
     def digest(name):
-        with open(os.path.join(ROOT, name), "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
+        try:
+            with open(os.path.join(ROOT, name), "rb") as file:
+                return hashlib.sha256(file.read()).hexdigest()
+        except (IOError, OSError) as error:
+            reason = error.strerror
+        raise SetupError("cannot read %s (%s): get it back with `git checkout -- %s`" % (name, reason, name))
 
     state = {name: digest(name) for name in ("requirements.lock", "pyproject.toml")}
     state["torch"] = args.torch
@@ -132,7 +139,7 @@ def is_current(stamp_file, wanted):
             stamp = json.load(file)
     except (OSError, ValueError):
         return False
-    return all(
+    return isinstance(stamp, dict) and all(
         stamp.get(key) in (value, "cpu" if key == "torch" else value) for key, value in wanted.items()
     )
 

@@ -1,8 +1,10 @@
 """Hash-checked files: verify what is there, download what is not."""
 
 import hashlib
+import http.client
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -37,41 +39,62 @@ def download(url, target, sha256, size=None, timeout=30):
     that an interrupted download leaves nothing that looks whole. A file that is
     already there and whole is kept.
 
-    Raises DownloadFailed: no network, an HTTP error, or bytes with another hash.
+    Raises DownloadFailed: no network, an HTTP error, bytes with another hash, or a
+    target that cannot be written.
     """
     target = Path(target)
-    if target.is_file() and sha256_of(target) == sha256:
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
+    if target.is_dir():
+        raise DownloadFailed(f"{target} is a folder where a file must go: move it away and try again")
     try:
-        _copy(url, part, size, timeout)
-    except (urllib.error.URLError, OSError) as error:
-        part.unlink(missing_ok=True)
-        code = f"HTTP {error.code}: " if isinstance(error, urllib.error.HTTPError) else ""
+        if target.is_file() and sha256_of(target) == sha256:
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as file:
+            for piece in _pieces(url, target, size, timeout):
+                file.write(piece)
+        found = sha256_of(part)
+        if found != sha256:
+            raise DownloadFailed(
+                f"{url} sent other bytes: SHA-256 {found[:12]}… instead of {sha256[:12]}…: try again, "
+                f"or put the right file at {target} by hand"
+            )
+        part.replace(target)
+    except OSError as error:
         raise DownloadFailed(
-            f"{url} could not be fetched ({code}{getattr(error, 'reason', error)}): "
-            f"check the network, or put the file at {target} by hand"
+            f"{target} cannot be written ({_reason(error)}): make its folder writable and free some space, "
+            f"or choose another folder with KVCOURSE_HOME"
         ) from None
-    found = sha256_of(part)
-    if found != sha256:
-        part.unlink()
-        raise DownloadFailed(
-            f"{url} sent other bytes: SHA-256 {found[:12]}… instead of {sha256[:12]}…: try again, "
-            f"or put the right file at {target} by hand"
-        )
-    part.replace(target)
+    finally:
+        with suppress(OSError):
+            part.unlink()
     return target
 
 
-def _copy(url, part, size, timeout):
+def _pieces(url, target, size, timeout):
+    """The bytes of `url`, 1 MiB at a time. What goes wrong on the way here becomes DownloadFailed."""
     from tqdm.auto import tqdm
 
-    with urllib.request.urlopen(url, timeout=timeout) as answer, open(part, "wb") as file:
-        total = size or int(answer.headers.get("Content-Length") or 0) or None
-        with tqdm(total=total, unit="B", unit_scale=True, desc=part.stem) as bar:
-            while piece := answer.read(1 << 20):
-                file.write(piece)
-                bar.update(len(piece))
-        if total and file.tell() < total:
-            raise OSError(f"connection closed after {file.tell():,} of {total:,} bytes")
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
+            total = size or int(answer.headers.get("Content-Length") or 0) or None
+            received = 0
+            with tqdm(total=total, unit="B", unit_scale=True, desc=target.name) as bar:
+                while piece := answer.read(1 << 20):
+                    received += len(piece)
+                    bar.update(len(piece))
+                    yield piece
+            if total and received < total:
+                raise OSError(f"connection closed after {received:,} of {total:,} bytes")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        code = f"HTTP {error.code}: " if isinstance(error, urllib.error.HTTPError) else ""
+        raise DownloadFailed(
+            f"{url} could not be fetched ({code}{_reason(error)}): "
+            f"check the network, or put the file at {target} by hand"
+        ) from None
+
+
+def _reason(error):
+    """The first line of an error's own words, or its kind when it has none."""
+    words = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    return (str(words).splitlines() or [type(error).__name__])[0]

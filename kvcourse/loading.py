@@ -11,8 +11,10 @@ def load_model(name):
     """A trained model by name ("austen-gpt2", "austen-gpt2-draft", "gpt2") or from a folder.
 
     A folder holds Hugging Face's GPT-2 layout: `config.json` and `model.safetensors`.
+    A name wins over a folder of the same name: give Path("gpt2") or "./gpt2" for that.
     Weights are float32 in memory. Raises ValueError that lists the names for an
-    unknown one, and DamagedFile when files are missing or their hashes differ.
+    unknown one, or names what this course does not compute, and DamagedFile when
+    files are missing or their hashes differ.
     """
     return GPT2(*weights.load(name))
 

@@ -4,6 +4,11 @@ import os
 import sys
 from pathlib import Path
 
+
+class BadSetting(ValueError):
+    """An environment variable names a path that cannot be; the message is one line."""
+
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -28,8 +33,8 @@ def user_dir():
     `KVCOURSE_HOME` overrides it. Otherwise the operating system's usual place
     for per-user application data.
     """
-    if os.environ.get("KVCOURSE_HOME"):
-        return Path(os.environ["KVCOURSE_HOME"]).expanduser()
+    if named := from_environment("KVCOURSE_HOME"):
+        return named
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "kvcourse"
     if sys.platform == "darwin":
@@ -39,12 +44,20 @@ def user_dir():
 
 def shared_dir():
     """A read-only folder with fetched weights for a whole class (`KVCOURSE_SHARED`), or None."""
-    folder = os.environ.get("KVCOURSE_SHARED")
-    return Path(folder).expanduser() if folder else None
+    return from_environment("KVCOURSE_SHARED")
 
 
 def progress_file():
     """The JSON file with the reader's predictions and passed checks (`KVCOURSE_PROGRESS` overrides)."""
-    if os.environ.get("KVCOURSE_PROGRESS"):
-        return Path(os.environ["KVCOURSE_PROGRESS"]).expanduser()
-    return user_dir() / "progress.json"
+    return from_environment("KVCOURSE_PROGRESS") or user_dir() / "progress.json"
+
+
+def from_environment(variable):
+    """The path that an environment variable names, `~` expanded, or None. Raises BadSetting for `~nobody`."""
+    named = os.environ.get(variable)
+    try:
+        return Path(named).expanduser() if named else None
+    except RuntimeError:
+        raise BadSetting(
+            f"{variable} is {named}, but the home folder of that user is not known: write the path in full"
+        ) from None

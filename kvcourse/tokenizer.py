@@ -13,10 +13,41 @@ class Tokenizer(tiktoken.Encoding):
 
     Two differences from tiktoken: the message for a special token typed into a text
     is one line, and a byte that the vocabulary lacks raises ValueError (tiktoken
-    panics, and `except Exception` does not catch that).
+    panics, and `except Exception` does not catch that). The batch methods call these.
     """
 
     def encode(self, text, *, allowed_special=frozenset(), disallowed_special="all"):
+        """Token ids of a text, a list of int.
+
+        allowed_special     special tokens to read as such, or "all"
+        disallowed_special  those that raise when the text holds them; "all": those not allowed
+
+        Raises ValueError, in one line, for a disallowed special token and for a character
+        with a byte that the vocabulary lacks.
+        """
+        allowed = self._check(text, allowed_special, disallowed_special)
+        return super().encode(text, allowed_special=allowed, disallowed_special=())
+
+    def encode_ordinary(self, text):
+        """Token ids of a text, a list of int; special tokens in it are read as plain text.
+
+        Raises ValueError, in one line, for a character with a byte that the vocabulary lacks.
+        """
+        self._check_bytes(text)
+        return super().encode_ordinary(text)
+
+    def encode_to_numpy(self, text, *, allowed_special=frozenset(), disallowed_special="all"):
+        """As `encode`, but a uint32 array (T,)."""
+        allowed = self._check(text, allowed_special, disallowed_special)
+        return super().encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
+
+    def encode_with_unstable(self, text, *, allowed_special=frozenset(), disallowed_special="all"):
+        """tiktoken's (stable ids, possible continuations), with the errors of `encode`."""
+        allowed = self._check(text, allowed_special, disallowed_special)
+        return super().encode_with_unstable(text, allowed_special=allowed, disallowed_special=())
+
+    def _check(self, text, allowed_special, disallowed_special):
+        """Raise ValueError for what `encode` refuses; returns the set of allowed special tokens."""
         allowed = self.special_tokens_set if allowed_special == "all" else set(allowed_special)
         disallowed = self.special_tokens_set - allowed if disallowed_special == "all" else disallowed_special
         for token in sorted(disallowed):
@@ -27,11 +58,7 @@ class Tokenizer(tiktoken.Encoding):
                     f"or allowed_special={{{token!r}}} to mean it"
                 )
         self._check_bytes(text, allowed)
-        return super().encode(text, allowed_special=allowed, disallowed_special=())
-
-    def encode_ordinary(self, text):
-        self._check_bytes(text)
-        return super().encode_ordinary(text)
+        return allowed
 
     def _check_bytes(self, text, allowed_special=()):
         """ValueError for the first character with a byte the vocabulary lacks, special tokens left out."""
@@ -75,18 +102,40 @@ def from_folder(folder):
 
     Either the course's own files, `encoding.json` (name, pattern, special tokens) beside
     `vocabulary.tiktoken`, or the `vocab.json` of a GPT-2 in Hugging Face layout. Raises
-    ValueError when the folder holds neither.
+    ValueError, in one line, when the folder holds neither or a file in it is broken.
     """
     folder = Path(folder)
     if not (folder / "encoding.json").is_file():
         return _from_vocab_json(folder)
-    described = json.loads((folder / "encoding.json").read_text(encoding="utf-8"))
-    return Tokenizer(
-        name=described["name"],
-        pat_str=described["pattern"],
-        mergeable_ranks=read_ranks(folder / "vocabulary.tiktoken"),
-        special_tokens=described["special_tokens"],
-    )
+    described = _read_object(folder / "encoding.json")
+    lacking = [key for key in ("name", "pattern", "special_tokens") if key not in described]
+    if lacking:
+        raise ValueError(f"{folder / 'encoding.json'} lacks {', '.join(lacking)}: copy the file again")
+    if not (folder / "vocabulary.tiktoken").is_file():
+        raise ValueError(f"{folder} holds encoding.json, but no vocabulary.tiktoken: copy it there, too")
+    ranks = read_ranks(folder / "vocabulary.tiktoken")
+    return _made(folder, described["name"], described["pattern"], ranks, described["special_tokens"])
+
+
+def _read_object(path):
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): copy the file again") from None
+    if not isinstance(described, dict):
+        raise ValueError(f"{path} holds {described!r:.40}: it must hold an object, copy the file again")
+    return described
+
+
+def _made(folder, name, pattern, ranks, special):
+    """The Tokenizer of these parts, or ValueError in one line that names the folder."""
+    if len(set(ranks.values())) < len(ranks):  # checked here, because tiktoken panics
+        raise ValueError(f"{folder}: two tokens of the vocabulary have one rank: copy the vocabulary again")
+    try:
+        return Tokenizer(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{folder} holds no usable tokenizer ({reason}): copy its files again") from None
 
 
 # GPT-2's pre-tokenizer (Radford et al. 2019; openai/gpt-2, src/encoder.py).
@@ -98,11 +147,14 @@ def _from_vocab_json(folder):
     path = folder / "vocab.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no tokenizer: expected encoding.json or GPT-2's vocab.json")
-    vocabulary = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = _read_object(path)
     special = {t: i for t, i in vocabulary.items() if t == "<|endoftext|>"}
     byte_of = _bytes_by_character()
+    foreign = sorted({c for t in vocabulary if t not in special for c in t if c not in byte_of})
+    if foreign:
+        raise ValueError(f"{path} holds {foreign[0]!r}, which GPT-2's never do: is it another model's?")
     ranks = {bytes(byte_of[c] for c in t): i for t, i in vocabulary.items() if t not in special}
-    return Tokenizer(folder.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return _made(folder, folder.name, GPT2_PATTERN, ranks, special)
 
 
 def _bytes_by_character():

@@ -2,10 +2,12 @@
 
 Which models there are, and every file's SHA-256, stands in `data/models/files.json`.
 A name is looked for in the clone (bundled), then in `KVCOURSE_SHARED`, then in the
-reader's own folder. Nothing is ever written into the clone.
+reader's own folder; a damaged copy is passed over for a whole one. Nothing is ever
+written into the clone.
 """
 
 import json
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,8 @@ import numpy as np
 from kvcourse import config as configs
 from kvcourse import fetch as fetching
 from kvcourse import paths
+
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -53,50 +57,64 @@ def available():
     """{name: KnownModel} of every model the course knows by name, with where it lies now."""
     found = {}
     for name, files in _known_files().items():
-        bundled = files[0].url is None
-        places = [paths.data_dir() / "models"] if bundled else _fetched_places()
-        folders = (place / name for place in places)
-        whole = (f for f in folders if bundled or all((f / file.name).is_file() for file in files))
-        found[name] = KnownModel(name, bundled, files, next(whole, None))
+        found[name] = KnownModel(name, files[0].url is None, files, next(_folders(name), None))
     return found
 
 
-def verify(name):
-    """Check every file of a known model against its recorded SHA-256; return its folder.
+def verify(name, skip=()):
+    """Check a known model's files, but those in `skip`, against their SHA-256; return the first whole folder.
 
     Raises DamagedFile, in one line with the remedy, for a missing or damaged file.
     """
     model = _known(name)
-    if model.folder is None:
-        raise fetching.DamagedFile(f"{name} is not on this machine: {_remedy(model)}")
-    for file in model.files:
-        fetching.verify(model.folder / file.name, file.sha256, _remedy(model))
-    return model.folder
+    damage = None
+    for folder in _folders(name):
+        try:
+            for file in model.files:
+                if file.name not in skip:
+                    fetching.verify(folder / file.name, file.sha256, _remedy(model))
+            return folder
+        except fetching.DamagedFile as error:
+            damage = damage or error
+    raise damage or fetching.DamagedFile(f"{name} is not on this machine: {_remedy(model)}")
 
 
 def fetch(name):
-    """Download a model's files into the reader's folder, unless they are there; return the folder."""
+    """Download into the reader's folder what is missing or damaged there; return the folder.
+
+    A bundled model, or a whole copy in KVCOURSE_SHARED, is taken as it is. Raises
+    DownloadFailed, and DamagedFile for a damaged bundled model.
+    """
     model = _known(name)
-    if model.folder is None:
-        folder = paths.user_dir() / "models" / name
-        for file in model.files:
-            fetching.download(file.url, folder / file.name, file.sha256, file.size)
-    return verify(name)
+    try:
+        return verify(name)
+    except fetching.DamagedFile:
+        if model.bundled:
+            raise
+    folder = paths.user_dir() / "models" / name
+    for file in model.files:
+        fetching.download(file.url, folder / file.name, file.sha256, file.size)
+    return folder
 
 
 def load(name):
     """(ModelConfig, params) of a known name or a folder in Hugging Face layout; params float32.
 
-    Raises ValueError for an unknown name, DamagedFile for files that are not whole.
+    A pathlib.Path is a folder even where it has the name of a known model. Raises
+    ValueError for an unknown name, or weights or a config that this course does not
+    compute; DamagedFile for files that are not whole.
     """
     folder, label = _folder_of(name)
     described = _read_json(folder / "config.json")
-    return configs.from_huggingface(described, label), _read_params(folder / "model.safetensors")
+    return configs.from_huggingface(described, label), _read_params(folder / WEIGHTS)
 
 
 def tokenizer_folder(name):
-    """The folder that holds the tokenizer files of a known name, or the folder given."""
-    return _folder_of(name)[0]
+    """The folder that holds the tokenizer files of a known name, or the folder given.
+
+    The large file of weights is not hashed for it.
+    """
+    return _folder_of(name, skip=(WEIGHTS,))[0]
 
 
 def random_params(shapes, seed=0):
@@ -112,11 +130,11 @@ def random_params(shapes, seed=0):
     return params
 
 
-def _folder_of(name):
+def _folder_of(name, skip=()):
     """(folder, label): hashes are checked for a known name; a reader's own folder is taken as it is."""
-    if str(name) in _known_files():
-        return verify(str(name)), str(name)
-    folder = Path(name).expanduser()
+    if isinstance(name, str) and name in _known_files():
+        return verify(name, skip), name
+    folder = Path(os.path.expanduser(name))  # unlike Path.expanduser, it takes an unknown user's ~ as it is
     if not folder.is_dir():
         raise ValueError(
             f"no model {str(name)!r}: use one of {', '.join(_known_files())}, "
@@ -126,22 +144,40 @@ def _folder_of(name):
 
 
 def _read_params(path):
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
+    from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise fetching.DamagedFile(
             f"{path} is missing: a model folder holds config.json and model.safetensors"
         )
+    params = {}
     try:
-        stored = load_file(path)
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():
+                # The causal masks that old files carry are no weights, the code computes them.
+                if name.endswith((".attn.bias", ".attn.masked_bias")):
+                    continue
+                # Hugging Face stores some GPT-2s with this prefix and some without.
+                params[name.removeprefix("transformer.")] = _read_float32(path, file, name)
     except (SafetensorError, OSError) as error:
         raise fetching.DamagedFile(f"{path} cannot be read ({error}): copy or download it again") from None
-    # Hugging Face stores some GPT-2s with this prefix and some without; the causal
-    # masks (`attn.bias`) that old files carry are no weights, the code computes them.
-    short = {name.removeprefix("transformer."): array for name, array in stored.items()}
-    kept = {n: a for n, a in short.items() if not n.endswith((".attn.bias", ".attn.masked_bias"))}
-    return {name: array.astype(np.float32) for name, array in kept.items()}
+    head = params.pop("lm_head.weight", None)
+    if head is not None and not np.array_equal(head, params.get("wte.weight", head)):
+        raise ValueError(
+            f"{path}: lm_head.weight differs from wte.weight: "
+            f"only GPT-2s that use one matrix for both load here"
+        )
+    return params
+
+
+def _read_float32(path, file, name):
+    stored_as = file.get_slice(name).get_dtype()
+    if stored_as not in ("F16", "F32", "F64"):  # NumPy has no bfloat16 or float8, integers need their scales
+        raise ValueError(
+            f"{path}: {name} is stored as {stored_as}: save the weights as float32 first, "
+            f"in transformers with model.float().save_pretrained(folder)"
+        )
+    return file.get_tensor(name).astype(np.float32, copy=False)
 
 
 def _read_json(path):
@@ -162,9 +198,16 @@ def _known(name):
     return models[name]
 
 
-def _fetched_places():
+def _folders(name):
+    """Where the files of a known model lie, in the order they are looked for; hashes are not compared."""
+    files = _known_files()[name]
+    if files[0].url is None:
+        yield paths.data_dir() / "models" / name
+        return
     shared = paths.shared_dir()
-    return ([shared / "models", shared] if shared else []) + [paths.user_dir() / "models"]
+    for place in [*([shared / "models", shared] if shared else []), paths.user_dir() / "models"]:
+        if all((place / name / file.name).is_file() for file in files):
+            yield place / name
 
 
 def _remedy(model):

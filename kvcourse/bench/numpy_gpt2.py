@@ -6,6 +6,7 @@ a block of its own in one process. A block that other work disturbs is timed aga
 times. Prints a table and the ratios the course promises; --out keeps a recorded run.
 """
 
+import argparse
 import json
 import os
 import re
@@ -58,8 +59,8 @@ ROWS = {
 def add_arguments(parser):
     """The options of `kvcourse bench numpy`."""
     parser.add_argument("--quick", action="store_true", help="a tiny shape and two repeats: tests the bench")
-    parser.add_argument("--repeats", type=int, default=7, help="calls timed (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="threads of NumPy and PyTorch (default: NumPy's choice)")
+    parser.add_argument("--repeats", type=count, default=7, help="calls timed (default: %(default)s)")
+    parser.add_argument("--threads", type=count, help="threads of NumPy and PyTorch (default: NumPy's)")
     parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
     parser.add_argument(
         "--out",
@@ -68,6 +69,14 @@ def add_arguments(parser):
         metavar="FILE",
         help="keep the run as a JSON file (default: data/measurements/numpy-<processor>.json)",
     )
+
+
+def count(text):
+    """A whole number of at least 1, as argparse wants it."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is too few: at least 1")
+    return number
 
 
 def main(args):

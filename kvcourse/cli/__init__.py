@@ -86,13 +86,18 @@ def main(argv=None):
         (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     )
     args = parser().parse_args(argv)
-    if for_jupyter:
-        args.jupyter = for_jupyter
     from kvcourse.fetch import DamagedFile, DownloadFailed
+    from kvcourse.paths import BadSetting
 
     try:
+        if getattr(args, "jupyter", None):
+            raise CommandError(
+                f"lab opens one chapter, {args.jupyter[0]!r} is one too many: "
+                f"JupyterLab's own options follow `--`"
+            )
+        args.jupyter = for_jupyter
         return _run(args) or 0
-    except (CommandError, DamagedFile, DownloadFailed) as error:
+    except (CommandError, DamagedFile, DownloadFailed, BadSetting) as error:
         print(f"kvcourse: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -26,10 +26,16 @@ def main(args):
     chapter = _chapter_to_open(args, files)
     if not args.no_server:
         check_port(args.port)
-    if args.fresh:
-        names = files if args.fresh == "all" else [working_copy.find_chapter(args.fresh, files)]
-        _report(working_copy.renew(chapters, work, names))
-    _report(working_copy.update(chapters, work))
+    try:
+        if args.fresh:
+            names = files if args.fresh == "all" else [working_copy.find_chapter(args.fresh, files)]
+            _report(working_copy.renew(chapters, work, names))
+        _report(working_copy.update(chapters, work))
+    except OSError as error:
+        raise CommandError(
+            f"your copy of the chapters cannot be brought up to date ({error.filename or work}: "
+            f"{error.strerror or error}): mend that, or choose another folder with KVCOURSE_WORK"
+        ) from None
     print(f"your copy of the chapters: {work}")
     if args.no_server:
         return 0

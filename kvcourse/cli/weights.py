@@ -20,7 +20,7 @@ def list_models(args):
 
 
 def fetch(args):
-    """Download one model unless it is there; print its folder."""
+    """Download what is missing or damaged of one model; print its folder."""
     print(f"{args.name}: whole, in {weights.fetch(_known(args.name))}")
 
 

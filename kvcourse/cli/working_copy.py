@@ -11,11 +11,9 @@ tests compare. So readers work in `work/`, a git-ignored copy. The rules:
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from kvcourse import paths
 from kvcourse.cli import CommandError
@@ -40,9 +38,7 @@ class Changes:
 
 def work_dir():
     """Where the reader's copy lies: `work/` in the clone, or the folder that KVCOURSE_WORK names."""
-    if os.environ.get("KVCOURSE_WORK"):
-        return Path(os.environ["KVCOURSE_WORK"]).expanduser()
-    return paths.repository_dir() / "work"
+    return paths.from_environment("KVCOURSE_WORK") or paths.repository_dir() / "work"
 
 
 def course_files(chapters):
@@ -144,10 +140,12 @@ def _copy(source, target):
 
 
 def _read_record(work):
+    """The record, or {} for none: then every file that differs counts as the reader's, the safe reading."""
     try:
-        return json.loads((work / RECORD).read_text(encoding="utf-8"))
+        record = json.loads((work / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # without a record every file that differs counts as the reader's, the safe reading
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _write_record(work, record):

@@ -65,6 +65,27 @@ def test_weights_fetch(models, capsys):
     assert "kvcourse: file:///no/such/file could not be fetched" in capsys.readouterr().err
 
 
+def test_weights_fetch_into_a_home_that_is_a_file(models, tmp_path, capsys):
+    (tmp_path / "home").write_text("")
+    assert cli.main(["weights", "fetch", "big"]) == 1
+    err = capsys.readouterr().err
+    assert "home" in err and "cannot be written" in err and err.count("\n") == 1
+
+
+def test_a_bad_setting_is_one_line(models, monkeypatch, capsys):
+    monkeypatch.setenv("KVCOURSE_SHARED", "~nosuchuser/x")
+    assert cli.main(["weights", "list"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("kvcourse: KVCOURSE_SHARED is ~nosuchuser/x") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--repeats", "--threads"])
+def test_bench_counts_start_at_one(capsys, option):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "numpy", option, "0"])
+    assert f"argument {option}: 0 is too few: at least 1" in capsys.readouterr().err
+
+
 def test_weights_of_an_unknown_model(models, capsys):
     assert cli.main(["weights", "fetch", "gpt9"]) == 1
     assert capsys.readouterr().err == "kvcourse: no model 'gpt9': the course knows small, big\n"

@@ -207,6 +207,52 @@ def test_a_failure_is_one_line_and_status_1(started, capsys):
     assert started == []
 
 
+def work_is_a_file(work):
+    work.write_text("")
+
+
+def work_is_a_broken_link(work):
+    work.symlink_to("nowhere")
+
+
+def a_chapter_is_a_folder(work):
+    (work / "01_the_waste.ipynb").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("fresh", [[], ["--fresh"]])
+@pytest.mark.parametrize("prepare", [work_is_a_file, work_is_a_broken_link, a_chapter_is_a_folder])
+def test_a_copy_that_cannot_be_written_is_one_line(started, folders, capsys, prepare, fresh):
+    prepare(folders[1])
+    assert cli.main(["lab", *fresh]) == 1
+    error = capsys.readouterr().err
+    assert str(folders[1]) in error and "KVCOURSE_WORK" in error and error.count("\n") == 1
+    assert started == []
+
+
+@pytest.mark.parametrize("record", ["[]", "null"])
+def test_a_record_that_is_no_table_counts_as_none(folders, record):
+    chapters, work = folders
+    working_copy.update(chapters, work)
+    (work / working_copy.RECORD).write_text(record)
+    (work / "GLOSSARY.md").write_text("mine")
+    working_copy.update(chapters, work)
+    working_copy.renew(chapters, work, ["00_start_here.ipynb"])
+    assert (work / "GLOSSARY.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("words", [["01", "a"], ["01", "a", "--", "--ServerApp.quit_button=False"]])
+def test_two_chapters_are_refused(started, capsys, words):
+    assert cli.main(["lab", *words]) == 1
+    assert "opens one chapter, 'a' is one too many" in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_working_folder_of_an_unknown_user(started, monkeypatch, capsys):
+    monkeypatch.setenv("KVCOURSE_WORK", "~nosuchuser/x")
+    assert cli.main(["lab"]) == 1
+    assert capsys.readouterr().err.startswith("kvcourse: KVCOURSE_WORK is ~nosuchuser/x")
+
+
 def test_the_settings_reach_jupyterlab_and_the_readers_own_stay(monkeypatch, tmp_path):
     """Asks JupyterLab what it reads: no news, no update check; the reader's own folder still counts."""
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(tmp_path))

@@ -220,6 +220,23 @@ def test_an_existing_environment_is_kept_unless_another_python_is_asked_for(venv
     assert made == [[sys.executable, "-m", "venv", "--clear", str(venv)]]
 
 
+def test_a_missing_lock_is_one_line(clone):
+    (clone / "requirements.lock").unlink()
+    error = one_line(script(clone))
+    assert "cannot read requirements.lock (No such file or directory): get it back with `git" in error
+
+
+def test_a_file_in_the_place_of_the_environment_is_one_line(clone):
+    (clone / ".venv").write_text("")
+    assert "move away what is there, or choose another folder with --venv" in one_line(script(clone))
+
+
+def test_a_stamp_that_is_no_table_installs_again(quiet, clone):
+    install, calls = quiet
+    (clone / ".venv" / "kvcourse-installed.json").write_text("[]")
+    assert run(install, calls)
+
+
 def test_an_environment_whose_python_is_gone_counts_as_none(tmp_path):
     install = load()
     assert install.venv_version(str(tmp_path)) is None
@@ -247,15 +264,26 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make on
 @needs_make
 def test_make_hands_its_settings_on():
     plain = make("-n", "lab").stdout
-    assert "python3 install.py --torch default" in plain and "--use-this-python" not in plain
+    assert '"python3" install.py --torch default' in plain and "--use-this-python" not in plain
     assert ".venv/bin/kvcourse lab --port 8888" in plain
     chosen = make(
         "-n", "lab", "TORCH=cpu", "TORCH_INDEX=https://mirror.example", "PORT=9", PYTHON="python3.12"
     ).stdout
     assert (
-        "python3.12 install.py --torch cpu --torch-index https://mirror.example --use-this-python" in chosen
+        '"python3.12" install.py --torch cpu --torch-index https://mirror.example --use-this-python' in chosen
     )
     assert "kvcourse lab --port 9" in chosen
+
+
+@needs_make
+@pytest.mark.skipif(os.name == "nt", reason="the fake interpreter is a shell script")
+def test_make_with_a_space_in_the_path_of_the_interpreter(tmp_path):
+    python = tmp_path / "a b" / "python3"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "called with $1"\n')
+    python.chmod(0o755)
+    answer = make("install", PYTHON=str(python))
+    assert answer.returncode == 0 and answer.stdout == "called with install.py\n", answer.stderr
 
 
 @needs_make

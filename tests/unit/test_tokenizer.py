@@ -41,11 +41,27 @@ def test_a_byte_the_vocabulary_lacks_is_a_value_error():
     ranks = {bytes([b]): b for b in range(128)}
     ascii_only = tokenizer.Tokenizer("ascii", pat_str=r"\w+|\W", mergeable_ranks=ranks, special_tokens={})
     assert ascii_only.encode("plain") == list(b"plain")
-    for encode in (ascii_only.encode, ascii_only.encode_ordinary):
+    for encode in (
+        ascii_only.encode,
+        ascii_only.encode_ordinary,
+        ascii_only.encode_to_numpy,
+        ascii_only.encode_with_unstable,
+        lambda text: ascii_only.encode_batch([text]),
+        lambda text: ascii_only.encode_ordinary_batch([text]),
+    ):
         with pytest.raises(
             ValueError, match="'é' at character 3 needs byte 0xa9, which the vocabulary of ascii"
         ):
             encode("café")
+
+
+def test_every_way_to_encode_refuses_a_special_token_in_one_line():
+    for encode in (AUSTEN.encode_to_numpy, AUSTEN.encode_with_unstable, lambda t: AUSTEN.encode_batch([t])):
+        with pytest.raises(ValueError, match="use encode_ordinary") as caught:
+            encode("<|endoftext|>")
+        assert "\n" not in str(caught.value)
+    array = AUSTEN.encode_to_numpy("She<|endoftext|>", allowed_special="all")
+    assert array.dtype == "uint32" and array.tolist() == [*AUSTEN.encode("She"), 2047]
 
 
 def test_vocabulary_files_are_not_changed_by_a_checkout():
@@ -58,6 +74,50 @@ def test_a_broken_vocabulary_names_file_and_line(tmp_path):
     (tmp_path / "ranks").write_bytes(b"YQ== 0\nnonsense\n")
     with pytest.raises(ValueError, match="line 2: expected a base64 token"):
         tokenizer.read_ranks(tmp_path / "ranks")
+
+
+ENCODING = dict(name="x", pattern=r"\w+|\W", special_tokens={})
+
+
+@pytest.mark.parametrize(
+    "encoding, vocabulary, words",
+    [
+        ("{", "YQ== 0\n", "encoding.json is not JSON"),
+        ("[]", "YQ== 0\n", "encoding.json holds \\[\\]"),
+        ('{"name": "x"}', "YQ== 0\n", "encoding.json lacks pattern, special_tokens"),
+        (json.dumps(ENCODING), None, "no vocabulary.tiktoken"),
+        (json.dumps(ENCODING), "", "no usable tokenizer"),
+        (json.dumps(ENCODING), "YQ== 0\nYg== 0\n", "two tokens of the vocabulary have one rank"),
+        (json.dumps(ENCODING), "YQ== 0\nYg== -1\n", "no usable tokenizer"),
+        (json.dumps(ENCODING | {"pattern": "("}), "YQ== 0\n", "no usable tokenizer .*parenthesis"),
+        (json.dumps(ENCODING | {"pattern": 5}), "YQ== 0\n", "no usable tokenizer"),
+        (json.dumps(ENCODING | {"special_tokens": []}), "YQ== 0\n", "no usable tokenizer"),
+    ],
+)
+def test_broken_tokenizer_files_are_one_line(tmp_path, encoding, vocabulary, words):
+    (tmp_path / "encoding.json").write_text(encoding)
+    if vocabulary is not None:
+        (tmp_path / "vocabulary.tiktoken").write_text(vocabulary)
+    with pytest.raises(ValueError, match=words) as caught:
+        tokenizer.from_folder(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("{", "is not JSON"),
+        ("null", "holds None"),
+        ('{"a": 0, "b": 0}', "have one rank"),
+        ('{"a": "0"}', "no usable tokenizer"),
+        ('{"☃": 0}', "holds '☃'"),
+    ],
+)
+def test_a_broken_vocab_json_is_one_line(tmp_path, content, words):
+    (tmp_path / "vocab.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=words) as caught:
+        tokenizer.from_folder(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_gpt2_vocab_json_of_a_folder(tmp_path):

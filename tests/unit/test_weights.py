@@ -2,9 +2,13 @@
 
 import json
 import shutil
+import struct
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from kvcourse import config as configs
 from kvcourse import fetch, loading, paths, weights
@@ -73,6 +77,108 @@ def test_a_shared_folder_serves_a_class(tmp_path, monkeypatch):
     monkeypatch.setenv("KVCOURSE_SHARED", str(tmp_path / "shared"))
     assert weights.available()["small"].folder == folder
     assert loading.load_model("small").config.name == "small"
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A made-up fetched model, `small`, whose files can be had. Returns (shared copy, reader's copy)."""
+    source = copied(tmp_path)
+    files = tuple(
+        weights.KnownFile(n, fetch.sha256_of(source / n), (source / n).stat().st_size, (source / n).as_uri())
+        for n in ("config.json", "vocabulary.tiktoken", "encoding.json", "model.safetensors")
+    )
+    monkeypatch.setattr(weights, "_known_files", lambda: {"small": files})
+    monkeypatch.setenv("KVCOURSE_SHARED", str(tmp_path / "shared"))
+    monkeypatch.setenv("KVCOURSE_HOME", str(tmp_path / "home"))
+    return tmp_path / "shared" / "models" / "small", tmp_path / "home" / "models" / "small"
+
+
+def damaged(folder, source, file="model.safetensors"):
+    shutil.copytree(source, folder)
+    (folder / file).write_bytes(b"half")
+
+
+def test_the_remedy_for_a_damaged_fetched_model_mends_it(small, tmp_path):
+    damaged(small[1], tmp_path / "copy")
+    with pytest.raises(fetch.DamagedFile, match="run `kvcourse weights fetch small`"):
+        loading.load_model("small")
+    assert weights.fetch("small") == small[1]
+    assert loading.load_model("small").config.name == "small"
+
+
+def test_a_damaged_shared_copy_is_passed_over(small, tmp_path):
+    damaged(small[0], tmp_path / "copy")
+    with pytest.raises(fetch.DamagedFile, match="shared.*model.safetensors is damaged"):
+        loading.load_model("small")
+    assert weights.fetch("small") == small[1] == weights.verify("small")
+    assert loading.load_model("small").config.name == "small"
+
+
+def test_a_whole_shared_copy_is_not_fetched_again(small, tmp_path):
+    shutil.copytree(tmp_path / "copy", small[0])
+    assert weights.fetch("small") == small[0]
+    assert not small[1].exists()
+
+
+def test_a_tokenizer_does_without_hashing_the_weights(small, tmp_path):
+    damaged(small[1], tmp_path / "copy")
+    assert loading.load_tokenizer("small").n_vocab == 2048
+    (small[1] / "encoding.json").write_bytes(b"{}")
+    with pytest.raises(fetch.DamagedFile, match="encoding.json is damaged"):
+        loading.load_tokenizer("small")
+
+
+def test_a_path_is_a_folder_even_with_the_name_of_a_model(tmp_path, monkeypatch):
+    copied(tmp_path).rename(tmp_path / "gpt2")
+    monkeypatch.chdir(tmp_path)
+    for name in (Path("./gpt2"), "./gpt2"):
+        assert loading.load_model(name).config.num_layers == 2
+        assert loading.load_tokenizer(name).n_vocab == 2048
+
+
+@pytest.mark.parametrize("dtype, bytes_each", [("BF16", 2), ("F8_E4M3", 1), ("I8", 1)])
+def test_weights_stored_as_numpy_cannot_read_them(tmp_path, dtype, bytes_each):
+    header = json.dumps({"wpe.weight": dict(dtype=dtype, shape=[2], data_offsets=[0, 2 * bytes_each])})
+    folder = copied(tmp_path)
+    raw = struct.pack("<Q", len(header)) + header.encode() + bytes(2 * bytes_each)
+    (folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(ValueError, match=f"safetensors: wpe.weight is stored as {dtype}: save .*float32"):
+        loading.load_model(folder)
+
+
+def test_an_output_matrix_of_its_own_is_refused(tmp_path):
+    folder = copied(tmp_path)
+    params = load_file(folder / "model.safetensors")
+    head = params["transformer.wte.weight"]
+    same = params | {"lm_head.weight": head}
+    save_file(same, folder / "model.safetensors")
+    loading.load_model(folder)
+    save_file(same | {"lm_head.weight": head + 1}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight differs from wte.weight"):
+        loading.load_model(folder)
+
+
+def test_float32_weights_are_not_copied():
+    """float16 files need a second array; float32 ones must come as they are read."""
+    read = np.zeros(3, np.float32)
+    file = SimpleNamespace(
+        get_slice=lambda name: SimpleNamespace(get_dtype=lambda: "F32"), get_tensor=lambda name: read
+    )
+    assert weights._read_float32("path", file, "wpe.weight") is read
+
+
+@pytest.mark.parametrize(
+    "variable, ask",
+    [
+        ("KVCOURSE_SHARED", paths.shared_dir),
+        ("KVCOURSE_HOME", paths.user_dir),
+        ("KVCOURSE_PROGRESS", paths.progress_file),
+    ],
+)
+def test_the_home_of_an_unknown_user(monkeypatch, variable, ask):
+    monkeypatch.setenv(variable, "~nosuchuser/x")
+    with pytest.raises(paths.BadSetting, match=f"{variable} is ~nosuchuser/x, but .* write the path in full"):
+        ask()
 
 
 def test_a_damaged_file_is_named_with_its_remedy(tmp_path, monkeypatch):
