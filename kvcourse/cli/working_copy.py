@@ -1,7 +1,8 @@
 """The reader's own copy of the chapters.
 
 JupyterLab saves outputs back into the file it has open, and a filled-in exercise would change what the
-tests compare. So readers work in `work/`, a git-ignored copy. The rules:
+tests compare. So readers work in `work/`, a git-ignored copy. In a copied notebook no cell has run: the
+committed outputs hold the answers to the questions a page asks. The rules:
 
 - a file that is missing there is copied;
 - a file the reader has changed is never overwritten;
@@ -11,7 +12,6 @@ tests compare. So readers work in `work/`, a git-ignored copy. The rules:
 
 import hashlib
 import json
-import shutil
 import time
 from dataclasses import dataclass, field
 
@@ -80,15 +80,15 @@ def update(chapters, work):
     """Bring `work` up to date with `chapters` by the rules above; returns Changes."""
     changes, record = Changes(), _read_record(work)
     for name in course_files(chapters):
-        source, target = _digest(chapters / name), work / name
-        mine = _digest(target) if target.exists() else None
+        content, target = _for_reader(chapters / name), work / name
+        source, mine = _digest(content), _digest(target.read_bytes()) if target.exists() else None
         untouched = mine == record.get(name)
         if mine not in (None, source) and not untouched:
             if source != record.get(name):
                 changes.newer.append(name)
             continue
         if mine != source:
-            _copy(chapters / name, target)
+            _write(content, target)
             (changes.copied if mine is None else changes.followed).append(name)
         record[name] = source
     _write_record(work, record)
@@ -100,13 +100,14 @@ def renew(chapters, work, names):
     changes, record = Changes(), _read_record(work)
     stamp = time.strftime("%Y-%m-%d-%H%M%S")
     for name in names:
-        source, target = _digest(chapters / name), work / name
-        if target.exists() and _digest(target) != source:
+        content, target = _for_reader(chapters / name), work / name
+        source = _digest(content)
+        if target.exists() and _digest(target.read_bytes()) != source:
             saved = _free_name(target, stamp)
             target.rename(saved)
             changes.kept.append(saved.relative_to(work).as_posix())
         if not target.exists():
-            _copy(chapters / name, target)
+            _write(content, target)
             changes.copied.append(name)
         record[name] = source
     _write_record(work, record)
@@ -124,18 +125,27 @@ def _free_name(target, stamp):
     )
 
 
-def _digest(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _for_reader(path):
+    """The bytes a reader gets of a course file: a notebook without its outputs, anything else as it is."""
+    content = path.read_bytes()
+    if path.suffix != ".ipynb":
+        return content
+    notebook = json.loads(content)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+    return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def _copy(source, target):
-    """Copy under a temporary name and rename, so that half a copy is never taken for the reader's file.
+def _digest(content):
+    return hashlib.sha256(content).hexdigest()
 
-    Only the bytes are copied: in a shared clone the files are read-only, the reader's must not be.
-    """
+
+def _write(content, target):
+    """Write under a temporary name and rename, so that half a copy is never taken for the reader's file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    shutil.copyfile(source, part)
+    part.write_bytes(content)
     part.replace(target)
 
 

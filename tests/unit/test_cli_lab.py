@@ -11,10 +11,17 @@ import pytest
 from kvcourse import cli
 from kvcourse.cli import CommandError, lab, working_copy
 
+
+def page(text, **cell):
+    """A notebook of one code cell, as the working copy writes it: nothing has run."""
+    code = {"cell_type": "code", "source": text, "execution_count": None, "outputs": []} | cell
+    return json.dumps({"cells": [code], "metadata": {}}, indent=1, ensure_ascii=False) + "\n"
+
+
 FILES = {
-    "00_start_here.ipynb": "zero",
-    "01_the_waste.ipynb": "one",
-    "primers/A_tokens.ipynb": "primer",
+    "00_start_here.ipynb": page("zero"),
+    "01_the_waste.ipynb": page("one"),
+    "primers/A_tokens.ipynb": page("primer"),
     "solutions/chapter_01.py": "solution",
     "GLOSSARY.md": "words",
 }
@@ -44,6 +51,16 @@ def test_first_update_copies_everything_but_caches(folders):
     assert not (work / ".ipynb_checkpoints").exists()
 
 
+def test_the_copy_of_a_notebook_has_not_run(folders):
+    """Stored outputs would answer a page's questions before they are asked."""
+    chapters, work = folders
+    executed = page("kv.reveal(…)", execution_count=1, outputs=[{"output_type": "stream", "text": "42"}])
+    (chapters / "01_the_waste.ipynb").write_text(executed)
+    working_copy.update(chapters, work)
+    assert (work / "01_the_waste.ipynb").read_text() == page("kv.reveal(…)")
+    assert working_copy.update(chapters, work) == working_copy.Changes()
+
+
 def test_second_update_changes_nothing(folders):
     working_copy.update(*folders)
     assert working_copy.update(*folders) == working_copy.Changes()
@@ -54,7 +71,7 @@ def test_an_edit_is_never_overwritten_even_when_the_course_changes(folders):
     working_copy.update(chapters, work)
     (work / "01_the_waste.ipynb").write_text("my answers")
     assert working_copy.update(chapters, work).newer == []
-    (chapters / "01_the_waste.ipynb").write_text("one, second edition")
+    (chapters / "01_the_waste.ipynb").write_text(page("one, second edition"))
     assert working_copy.update(chapters, work).newer == ["01_the_waste.ipynb"]
     assert (work / "01_the_waste.ipynb").read_text() == "my answers"
 
@@ -62,11 +79,11 @@ def test_an_edit_is_never_overwritten_even_when_the_course_changes(folders):
 def test_an_untouched_copy_follows_the_course(folders):
     chapters, work = folders
     working_copy.update(chapters, work)
-    (chapters / "01_the_waste.ipynb").write_text("one, second edition")
+    (chapters / "01_the_waste.ipynb").write_text(page("one, second edition"))
     assert working_copy.update(chapters, work).followed == ["01_the_waste.ipynb"]
-    assert (work / "01_the_waste.ipynb").read_text() == "one, second edition"
+    assert (work / "01_the_waste.ipynb").read_text() == page("one, second edition")
     (work / "01_the_waste.ipynb").write_text("my answers")
-    (chapters / "01_the_waste.ipynb").write_text("one, third edition")
+    (chapters / "01_the_waste.ipynb").write_text(page("one, third edition"))
     assert working_copy.update(chapters, work).newer == ["01_the_waste.ipynb"]
 
 
@@ -82,7 +99,7 @@ def test_without_its_record_every_differing_file_counts_as_the_readers(folders):
 def test_a_new_chapter_is_added(folders):
     chapters, work = folders
     working_copy.update(chapters, work)
-    (chapters / "02_why.ipynb").write_text("two")
+    (chapters / "02_why.ipynb").write_text(page("two"))
     assert working_copy.update(chapters, work).copied == ["02_why.ipynb"]
 
 
@@ -195,7 +212,7 @@ def test_lab_fresh_renews_one_chapter_or_all(started, folders, capsys):
         (work / name).write_text("mine")
     cli.main(["lab", "--fresh", "01"])
     assert "kept your version as 01_the_waste.20" in capsys.readouterr().out
-    assert contents(work) == {**dict.fromkeys(FILES, "mine"), "01_the_waste.ipynb": "one"}
+    assert contents(work) == {**dict.fromkeys(FILES, "mine"), "01_the_waste.ipynb": page("one")}
     cli.main(["lab", "--fresh"])
     assert contents(work) == FILES
 
