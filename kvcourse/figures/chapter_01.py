@@ -162,8 +162,8 @@ def loops_figure(data):
         )
     )
     figure.update_layout(
-        xaxis={"domain": [0, 0.45]},
-        xaxis2={**_like(figure.layout.template, "xaxis"), "domain": [0.56, 1], "anchor": "y2"},
+        xaxis={"domain": [0, 0.43]},
+        xaxis2={**_like(figure.layout.template, "xaxis"), "domain": [0.57, 1], "anchor": "y2"},
         yaxis={"rangemode": "tozero"},
         yaxis2={**_like(figure.layout.template, "yaxis"), "anchor": "x2", "rangemode": "tozero"},
     )
