@@ -156,7 +156,8 @@ def attention_figure(data: dict) -> go.Figure:
 SCALE_AXIS = {
     "range": [0, FULL],
     "tickvals": list(range(0, FULL + 1, 10)),
-    "ticktext": [f"{percent} %" for percent in range(0, FULL, 10)] + [f"{FULL} % or more"],
+    "ticktext": [f"{percent}" for percent in range(0, FULL, 10)] + [f"≥ {FULL} %"],
+    "tickangle": 0,
     "showgrid": False,
     "showline": False,
 }
