@@ -255,7 +255,7 @@ def table(found):
     for finding in found:
         lines.append(f"{'ok' if finding.ok else 'NOT OK':<6}  {finding.name:<{width}}  {finding.found}")
         if not finding.ok:
-            lines.append(f"{'':<6}  {'':<{width}}  to mend it: {finding.remedy}")
+            lines.append(f"{'':<6}  {'':<{width}}  to fix it: {finding.remedy}")
     wrong = sum(not finding.ok for finding in found)
     lines.append("everything is ready" if not wrong else f"{wrong} of {len(found)} need attention")
     return "\n".join(lines)

@@ -41,7 +41,7 @@ def test_exit_status_and_table(monkeypatch, capsys):
     )
     assert cli.main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:] == ["NOT OK  bad   gone", "              to mend it: get it", "1 of 2 need attention"]
+    assert lines[1:] == ["NOT OK  bad   gone", "              to fix it: get it", "1 of 2 need attention"]
 
 
 def test_a_check_that_breaks_down_is_a_finding(monkeypatch):
