@@ -44,9 +44,9 @@ def download(url, target, sha256, size=None, timeout=30):
     """
     target = Path(target)
     part = target.with_name(target.name + ".part")
-    if target.is_dir():
-        raise DownloadFailed(f"{target} is a folder where a file must go: move it away and try again")
     try:
+        if target.is_dir():
+            raise DownloadFailed(f"{target} is a folder where a file must go: move it away and try again")
         if target.is_file() and sha256_of(target) == sha256:
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
