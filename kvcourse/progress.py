@@ -131,7 +131,10 @@ def _set_aside(path: Path) -> str:
 
 
 def load() -> Record:
-    """The record from the file, or an empty one. Never raises; ``notice()`` says what went wrong."""
+    """The record from the file, or an empty one. ``notice()`` says what went wrong.
+
+    Raises only ``paths.BadSetting``, for a ``KVCOURSE_PROGRESS`` in the home of an unknown user.
+    """
     path = _path()
     if path in _unsaved:
         return _unsaved[path]
