@@ -49,11 +49,6 @@ class ModelConfig:
             raise ValueError(f"norm_eps is {self.norm_eps!r}: it must lie between 0 and 1, usually 1e-5")
 
     @property
-    def group_size(self):
-        """Query heads that share one KV head: 1 in GPT-2."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def cache_shape(self):
         """What two models must share for one's cache to fit the other: (layers, KV heads, head_dim)."""
         return self.num_layers, self.num_kv_heads, self.head_dim

@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from kvcourse import paths
 
@@ -247,8 +246,3 @@ def summary() -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
-
-
-def as_dict() -> dict[str, Any]:
-    """The whole record as plain values."""
-    return asdict(load())

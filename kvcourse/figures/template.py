@@ -139,35 +139,24 @@ def new_figure(
     return figure
 
 
-def published(
-    x: Sequence, y: Sequence, *, name: str, source: str, unit: str = "", label: str | None = None
-) -> go.Scatter:
+def published(x: Sequence, y: Sequence, *, name: str, source: str, unit: str = "") -> go.Scatter:
     """A line of somebody else's measurement: gray, dashed, with the source (and its hardware) in the hover
     text."""
-    shown = "%{y:,} " + unit if unit else "%{y:,}"
-    return go.Scatter(
-        x=list(x),
-        y=list(y),
-        name=name,
-        mode="lines+markers",
-        line={"color": PUBLISHED, "dash": "dash", "width": 2},
-        marker={"symbol": "circle-open", "size": 7},
-        hovertemplate=f"{label or name}: {shown} at %{{x:,}}<br>source: {source}<extra></extra>",
+    line = _line(x, y, name, unit, f"<br>source: {source}")
+    return line.update(
+        line={"color": PUBLISHED, "dash": "dash", "width": 2}, marker={"symbol": "circle-open", "size": 7}
     )
 
 
 def here(x: Sequence, y: Sequence, *, name: str, unit: str = "", color: str = HERE) -> go.Scatter:
     """A line measured (or computed) on this machine: solid, with points, in the theme's text color."""
+    return _line(x, y, name, unit).update(line={"color": color, "width": 2.5}, marker={"size": 7})
+
+
+def _line(x: Sequence, y: Sequence, name: str, unit: str, more: str = "") -> go.Scatter:
     shown = "%{y:,} " + unit if unit else "%{y:,}"
-    return go.Scatter(
-        x=list(x),
-        y=list(y),
-        name=name,
-        mode="lines+markers",
-        line={"color": color, "width": 2.5},
-        marker={"size": 7},
-        hovertemplate=f"{name}: {shown} at %{{x:,}}<extra></extra>",
-    )
+    hover = f"{name}: {shown} at %{{x:,}}{more}<extra></extra>"
+    return go.Scatter(x=list(x), y=list(y), name=name, mode="lines+markers", hovertemplate=hover)
 
 
 def heat_map(

@@ -7,9 +7,6 @@ from kvcourse import loading
 from kvcourse.bench import numpy_gpt2
 from kvcourse.bench.transformers_gpt2 import TransformersGPT2
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers", reason="transformers is installed by `make test` only")
-
 TOLERANCE = 1e-4  # float32 from the same weights, sums in another order, logits of size about 1
 
 

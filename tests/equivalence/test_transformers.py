@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 import kvcourse as kv
 from kvcourse import paths
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", reason="transformers is installed by `make test` only")
 
 # Both sides compute in float32 from the same weights, in other orders.
 TOLERANCE = 1e-3
