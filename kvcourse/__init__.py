@@ -15,8 +15,10 @@ _HOME = {  # public name -> module that defines it
     "CacheFull": "caches",
     "ConcatenatingCache": "caches",
     "ContiguousCache": "caches",
+    "GrowingCache": "caches",
     "KVCache": "caches",
     "ModelConfig": "config",
+    "Tap": "tap",
     "catalogue": "config",
     "check": "checks",
     "generate": "generate",
@@ -29,8 +31,8 @@ _HOME = {  # public name -> module that defines it
     "sampled": "generate",
 }
 _MODULES = {
-    "bench", "caches", "checks", "config", "fetch", "figures", "loading", "measure", "models",
-    "ops", "paths", "progress", "sizing", "tokenizer", "weights", "widgets",
+    "bench", "caches", "checks", "config", "evaluation", "fetch", "figures", "loading", "measure", "models",
+    "ops", "paths", "progress", "sizing", "tap", "tokenizer", "weights", "widgets",
 }  # fmt: skip
 
 __all__ = sorted([*_HOME, *_MODULES])

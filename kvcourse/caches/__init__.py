@@ -2,6 +2,6 @@
 
 from kvcourse.caches.base import CacheFull, KVCache
 from kvcourse.caches.batch import BatchView
-from kvcourse.caches.contiguous import ConcatenatingCache, ContiguousCache
+from kvcourse.caches.contiguous import ConcatenatingCache, ContiguousCache, GrowingCache
 
-__all__ = ["BatchView", "CacheFull", "ConcatenatingCache", "ContiguousCache", "KVCache"]
+__all__ = ["BatchView", "CacheFull", "ConcatenatingCache", "ContiguousCache", "GrowingCache", "KVCache"]

@@ -1,6 +1,6 @@
 """Whatever is done to a cache, in whatever order, its counts and rows stay true.
 
-A state machine drives both caches side by side against a plain list of the rows that
+A state machine drives each cache beside a plain list of the rows that
 should be there. Each row holds a number of its own, so that a misplaced one is seen.
 """
 
@@ -121,7 +121,23 @@ class ConcatenatingMachine(CacheMachine):
     kind = kv.ConcatenatingCache
 
 
+class GrowingMachine(CacheMachine):
+    """Grows from 1 row, so that nearly every history crosses a growth."""
+
+    @staticmethod
+    def kind(config, max_seq_len):
+        return kv.GrowingCache(config, max_seq_len, capacity=1)
+
+    @invariant()
+    def copies_are_amortized(self):
+        self.most = max(getattr(self, "most", 0), len(self.rows) + len(self.open))
+        copied = self.cache.bytes_copied / (2 * 2 * 2 * 4 * 4)
+        assert copied <= 2 * self.most and self.most <= self.cache.capacity <= self.cache.max_seq_len
+        assert self.cache.capacity <= max(1, 2 * self.most)
+
+
 TestContiguous = ContiguousMachine.TestCase
 TestConcatenating = ConcatenatingMachine.TestCase
-for case in (TestContiguous, TestConcatenating):
+TestGrowing = GrowingMachine.TestCase
+for case in (TestContiguous, TestConcatenating, TestGrowing):
     case.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -6,7 +6,7 @@ import pytest
 import kvcourse as kv
 
 CONFIG = kv.ModelConfig("tiny", "gpt2", 2, 2, 2, 4, 8, 16, 10, 12)
-KINDS = [kv.ContiguousCache, kv.ConcatenatingCache]
+KINDS = [kv.ContiguousCache, kv.GrowingCache, kv.ConcatenatingCache]
 
 
 def rows(n, dtype=np.float32, heads=2):
@@ -249,3 +249,54 @@ def test_a_batch_refuses_rows_that_do_not_add_up():
     view.begin(3)
     with pytest.raises(ValueError, match="4 queries given, the batch's lengths add up to 3"):
         view.attend(0, rows(4), rows(4), rows(4))
+
+
+def grow_to(cache, chunks):
+    for n in chunks:
+        run_pass(cache, n)
+
+
+def test_a_growing_cache_doubles():
+    """From 2 rows, one token a pass: growth at the 3rd and 5th and 9th token copies 2 + 4 + 8 rows."""
+    cache = kv.GrowingCache(CONFIG, capacity=2)
+    capacities = []
+    for _ in range(12):
+        run_pass(cache, 1)
+        capacities.append(cache.capacity)
+    assert capacities == [2, 2, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12]  # the last doubling stops at max_seq_len
+    assert cache.bytes_copied == (2 + 4 + 8) * kv.sizing.kv_bytes_per_token(CONFIG, 4)
+    assert cache.nbytes == cache.nbytes_used == 12 * kv.sizing.kv_bytes_per_token(CONFIG, 4)
+
+
+def test_a_growing_cache_makes_room_for_a_long_chunk_at_once():
+    cache = kv.GrowingCache(CONFIG, capacity=1)
+    grow_to(cache, [1, 9])
+    assert (cache.capacity, cache.bytes_copied) == (10, kv.sizing.kv_bytes_per_token(CONFIG, 4))
+    cache.reset()
+    assert cache.capacity == 10  # room once made stays
+    grow_to(cache, [10])
+    assert cache.bytes_copied == kv.sizing.kv_bytes_per_token(CONFIG, 4)
+
+
+def test_a_growing_cache_that_gets_no_memory_is_unchanged(monkeypatch):
+    cache = kv.GrowingCache(CONFIG, capacity=2)
+    run_pass(cache, 2)
+    before = cache.export(0, 2)
+
+    def no_memory(capacity):
+        raise MemoryError
+
+    monkeypatch.setattr(cache, "_reserve", no_memory)
+    with pytest.raises(MemoryError):
+        cache.begin(1)
+    assert (cache.seq_len, cache.pending, cache.capacity, cache.bytes_copied) == (2, 0, 2, 0)
+    assert (cache.export(0, 2)["keys"] == before["keys"]).all()
+
+
+@pytest.mark.parametrize(
+    "capacity, error, words",
+    [(0, ValueError, "outside 1 … 12"), (13, ValueError, "outside 1 … 12"), (2.0, TypeError, "whole number")],
+)
+def test_impossible_first_capacity(capacity, error, words):
+    with pytest.raises(error, match=words):
+        kv.GrowingCache(CONFIG, capacity=capacity)

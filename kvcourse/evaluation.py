@@ -1,0 +1,54 @@
+"""How well a model predicts a text: log-probabilities, perplexity, bits per character. Pure functions on arrays."""
+
+import math
+
+import numpy as np
+
+
+def log_probabilities(logits):
+    """Natural logarithm of softmax over the last axis, same shape and dtype as logits.
+
+    The row's maximum is taken away first, so exp cannot overflow.
+    """
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def next_token_log_probs(logits, ids):
+    """ln p(ids[t + 1] | ids[0 … t]) for t = 0 … T − 2, float32 (T − 1,).
+
+    logits float32 (T, vocab_size) of a pass over all T ids; row t predicts token t + 1,
+    and the last row predicts what nobody wrote. Raises ValueError unless there is one row
+    a token and at least two tokens.
+    """
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or len(logits) != len(ids) or len(ids) < 2:
+        raise ValueError(
+            f"logits of {len(logits)} rows and ids of shape {ids.shape}: "
+            f"give one row per token, at least 2 tokens"
+        )
+    return log_probabilities(logits[:-1])[np.arange(len(ids) - 1), ids[1:]]
+
+
+def perplexity(log_probs):
+    """exp(−mean): the number of equally likely tokens among which the model would be as unsure."""
+    return math.exp(-_mean(log_probs))
+
+
+def bits_per_character(log_probs, characters):
+    """Bits spent on the tokens, −Σ log₂ p, divided by the characters they stand for.
+
+    Unlike perplexity it can be compared across tokenizers: it counts text, not pieces of
+    it. `characters` is the length of the predicted tokens' text. Raises ValueError for
+    fewer than 1 character.
+    """
+    if not characters >= 1:
+        raise ValueError(f"{characters} characters: give the length of the predicted text, at least 1")
+    return -_mean(log_probs) * len(log_probs) / math.log(2) / characters
+
+
+def _mean(log_probs):
+    """Mean in float64: a text of thousands of tokens would lose digits in a float32 sum."""
+    if len(log_probs) == 0:
+        raise ValueError("no log-probabilities: give those of at least 1 token")
+    return float(np.mean(log_probs, dtype=np.float64))

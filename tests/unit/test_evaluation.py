@@ -1,0 +1,52 @@
+"""Log-probabilities, perplexity and bits per character, by examples that can be computed by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+import kvcourse as kv
+from kvcourse import evaluation
+
+
+def test_equal_logits_are_equal_probabilities():
+    logs = evaluation.log_probabilities(np.full((2, 8), 3.0, np.float32))
+    assert logs.dtype == np.float32
+    np.testing.assert_allclose(logs, -math.log(8), rtol=1e-6)
+
+
+def test_large_logits_do_not_overflow():
+    logs = evaluation.log_probabilities(np.array([[1000.0, 0.0, -1000.0]], np.float32))
+    assert logs.tolist() == [[0.0, -1000.0, -2000.0]]
+
+
+def test_row_t_predicts_token_t_plus_1():
+    """Row 0 gives token 2 the probability 1/2, row 1 gives token 0 the probability 1/4; row 2 is not used."""
+    logits = np.log(np.array([[1, 1, 2], [1, 1, 2], [9, 9, 9]], np.float32))
+    logs = evaluation.next_token_log_probs(logits, [1, 2, 0])
+    np.testing.assert_allclose(np.exp(logs), [1 / 2, 1 / 4], rtol=1e-6)
+    assert evaluation.perplexity(logs) == pytest.approx(math.sqrt(2 * 4))
+    assert evaluation.bits_per_character(logs, 6) == pytest.approx((1 + 2) / 6)
+
+
+def test_the_model_cards_figure():
+    """The held-out bits of the card are of the whole file; a part of it lies near them."""
+    model, tokenizer = kv.load_model("austen-gpt2"), kv.load_tokenizer("austen-gpt2")
+    text = (kv.paths.data_dir() / "texts" / "austen-held-out.txt").read_text(encoding="utf-8")[:3000]
+    ids = tokenizer.encode(text)
+    logs = evaluation.next_token_log_probs(model(ids), ids)
+    bits = evaluation.bits_per_character(logs, len(tokenizer.decode(ids[1:])))
+    assert 1.2 < bits < 1.7
+
+
+@pytest.mark.parametrize("ids", [[1], [1, 2], [[1, 2, 3]]])
+def test_rows_and_tokens_must_agree(ids):
+    with pytest.raises(ValueError, match="one row per token"):
+        evaluation.next_token_log_probs(np.zeros((3, 4), np.float32), ids)
+
+
+def test_impossible_input():
+    with pytest.raises(ValueError, match="0 characters"):
+        evaluation.bits_per_character(np.zeros(3), 0)
+    with pytest.raises(ValueError, match="at least 1 token"):
+        evaluation.perplexity(np.zeros(0))
