@@ -1,4 +1,4 @@
-"""How well a model predicts a text: log-probabilities, perplexity, bits per character. Pure functions on arrays."""
+"""How well a model predicts a text: log-probabilities, perplexity, bits per character. Pure functions."""
 
 import math
 
