@@ -400,6 +400,17 @@ def greedy_texts(page):
             yield f"shows greedy text and is not tagged 'greedy': {first_line(cell)}"
 
 
+def writes_text(page, cell):
+    """Whether a code cell writes text, greedily or with a sampler: what it shows must not depend on
+    how often it has run."""
+    if cell["cell_type"] != "code" or not cell["outputs"]:
+        return False
+    tree = ast.parse(source(cell))
+    calls_of = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    samples = any(called_name(call) in ("generate", "sampled") for call in calls_of)
+    return "greedy" in tags(cell) or samples or writes_greedily(tree, greedy_functions(page))
+
+
 def greedy_functions(page):
     """Names of the page's functions that write greedily, themselves or through one another."""
     nodes = [node for cell in page.code for node in ast.walk(ast.parse(source(cell)))]
