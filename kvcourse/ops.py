@@ -92,3 +92,21 @@ def attention(q, k, v, start):
         scores[..., start + low :][..., ~causal_mask(0, high - low)] = -np.inf
         out[:, :, low:high] = softmax_inplace(scores) @ values[:, :, : start + high]
     return out.reshape(num_heads, T, head_dim)
+
+
+def round_to_bfloat16(x):
+    """x, float32 of any shape, rounded to the nearest bfloat16, as a new float32 array.
+
+    A bfloat16 is the upper 16 bits of a float32: sign, 8 exponent bits, 7 fraction bits.
+    A tie goes to the neighbor whose last bit is 0, as in IEEE 754. Infinities and NaNs stay
+    what they are, and a number beyond the largest bfloat16 (about 3.39e38) becomes infinite.
+    Raises TypeError for any other dtype: float64 would be rounded twice.
+    """
+    x = np.asarray(x)
+    if x.dtype != np.float32:
+        raise TypeError(f"dtype {x.dtype}: give a float32 array, for example x.astype(np.float32)")
+    bits = np.atleast_1d(x).view(np.uint32)
+    # Half of the last kept bit, less 1 where that bit is 0, so that a tie carries only out of odd numbers.
+    rounded = bits + (0x7FFF + ((bits >> 16) & 1))
+    rounded = np.where(np.isnan(x), bits | 0x00400000, rounded)  # a carry would turn a NaN into -0
+    return (rounded & 0xFFFF0000).view(np.float32).reshape(x.shape)

@@ -107,3 +107,38 @@ def test_attention_never_looks_at_the_future():
     after = ops.attention(q, k, v, 0)
     assert np.array_equal(before[:, :4], after[:, :4])
     assert not np.allclose(before[:, 4:], after[:, 4:])
+
+
+def every_upper_half():
+    """All 65,536 upper halves, each followed by every kind of lower half: none, below, at and above a tie."""
+    upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    return (upper | lower).view(np.float32)
+
+
+def test_round_to_bfloat16_is_torchs_bit_for_bit():
+    import torch
+
+    x = every_upper_half()
+    expected = torch.from_numpy(x.copy()).to(torch.bfloat16).to(torch.float32).numpy()
+    got = ops.round_to_bfloat16(x)
+    assert got.dtype == np.float32 and got.shape == x.shape
+    number = ~np.isnan(x)
+    assert np.array_equal(got[number].view(np.uint32), expected[number].view(np.uint32))
+    assert np.array_equal(np.isnan(got), ~number)  # a NaN has many bit patterns: any of them will do
+    assert not np.any(got.view(np.uint32) & 0xFFFF)
+
+
+def test_round_to_bfloat16_takes_any_shape_and_changes_nothing():
+    x = normal(4, 6)
+    before = x.copy()
+    assert np.array_equal(ops.round_to_bfloat16(x[:, ::2]), ops.round_to_bfloat16(x)[:, ::2])
+    assert np.array_equal(x, before)
+    assert ops.round_to_bfloat16(np.zeros((0, 3), np.float32)).shape == (0, 3)
+    assert ops.round_to_bfloat16(np.float32(1 + 2**-8)) == 1  # a tie: 1's last bit is 0
+    assert ops.round_to_bfloat16(np.float32(1 + 3 * 2**-8)) == 1 + 2**-6  # a tie, the other way
+
+
+def test_round_to_bfloat16_refuses_other_dtypes():
+    with pytest.raises(TypeError, match="float64: give a float32 array"):
+        ops.round_to_bfloat16(np.ones(3))
