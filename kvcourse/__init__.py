@@ -31,8 +31,8 @@ _HOME = {  # public name -> module that defines it
     "sampled": "generate",
 }
 _MODULES = {
-    "bench", "caches", "checks", "config", "evaluation", "fetch", "figures", "loading", "measure", "models",
-    "ops", "paths", "progress", "sizing", "tap", "tokenizer", "weights", "widgets",
+    "bench", "caches", "checks", "config", "diagnosis", "evaluation", "fetch", "figures", "loading",
+    "measure", "models", "ops", "paths", "progress", "sizing", "tap", "tokenizer", "weights", "widgets",
 }  # fmt: skip
 
 __all__ = sorted([*_HOME, *_MODULES])

@@ -22,7 +22,7 @@ ROWS = [
     {"caches"},
     {"tap"},
     {"models"},
-    {"loading", "generate"},
+    {"loading", "generate", "diagnosis"},
     {"engine"},
     {"torch_models"},
     {"progress"},
