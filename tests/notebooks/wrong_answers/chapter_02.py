@@ -1,0 +1,13 @@
+"""Typical wrong answers of chapter 02."""
+
+WRONG = {
+    "02.first_changed_position": [
+        (lambda layer, j, causal: j, "in layer 1 its key knows"),
+        (lambda layer, j, causal: j if causal else 0, "no position has looked at another one"),
+        (lambda layer, j, causal: 0 if layer else j, "cannot notice token 4"),
+        (lambda layer, j, causal: j if layer == 0 or not causal else j + 1, "itself changes as well"),
+        (lambda layer, j, causal: max(0, j - layer), "leaks one position per layer"),
+        (lambda layer, j, causal: 0, "made from its own token and position"),
+        (lambda layer, j, causal: list(range(j, 12)), "expected the position 4"),
+    ],
+}
