@@ -188,6 +188,29 @@ def _synchronize():
         torch.cuda.synchronize()
 
 
+# --- memory ------------------------------------------------------------------------
+
+
+def resident_bytes():
+    """Bytes of this process that lie in memory now: reserved ones count only once they were touched."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def page_faults():
+    """How often the system has put a page in place for this process so far; None where it does not say.
+
+    The first touch of fresh memory is one fault a page (commonly 4 KiB). Linux and macOS count
+    them (getrusage, `ru_minflt`); Windows has no such call.
+    """
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 # --- where was it measured? ----------------------------------------------------------
 
 
