@@ -100,9 +100,9 @@ def steps_figure(data):
     figure.add_trace(_chosen(data))
     bottom = FIRST_ROW + data["most_rows"] - 0.4
     rows = [FIRST_ROW + r for r in range(data["T"])]
-    figure.update_layout(barmode="overlay", bargap=0, showlegend=False, margin={"t": 8, "b": 96})
+    figure.update_layout(barmode="overlay", bargap=0, showlegend=False, margin={"t": 8, "b": 96, "l": 128})
     figure.update_xaxes(
-        range=[-0.6, data["most"] + 2.2],
+        range=[-0.6, data["most"] + 2.6],
         tickvals=list(range(data["most"])),
         ticktext=[_tick(data["pieces"], place) for place in range(data["most"])],
         tickangle=-45,
@@ -113,6 +113,7 @@ def steps_figure(data):
         tickvals=[*LANES.values(), *rows],
         ticktext=["Q  new", "K  keys", "V  values", *(f"weights of {start + r}" for r in range(data["T"]))],
         ticks="",
+        automargin=False,  # the lanes stay where they are when labels get longer
     )
     return figure
 
