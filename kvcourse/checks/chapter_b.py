@@ -76,7 +76,7 @@ def _value(got, given):
 
 def _mistakes(x):
     """(result of the mistake, its line) pairs."""
-    yield _rounded(x, 0), "you cut the lower 16 bits off: that rounds towards 0. Go to the nearest"
+    # Ties first: on TIES, going down is what cutting off does, and that was caught on PLAIN.
     yield (
         _rounded(x, 0x8000),
         "right except for ties: 1.00390625 lies halfway between 1 and 1.0078125, and you go away from 0. "
@@ -87,6 +87,7 @@ def _mistakes(x):
         "right except for ties: 1.01171875 lies halfway between 1.0078125 and 1.015625, and you go "
         "towards 0. The neighbor whose last bit is 0 is 1.015625",
     )
+    yield _rounded(x, 0), "you cut the lower 16 bits off: that rounds towards 0. Go to the nearest"
     yield (
         ops.round_to_bfloat16(np.abs(x)),
         "the sign is lost: it is the top bit, and adding to the rest must not touch it",

@@ -17,6 +17,8 @@ FORMATS = {"float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
 EXPONENT = "rgba(204,121,167,0.4)"
 FRACTION = "rgba(86,180,233,0.4)"
 
+LABELS = 140  # px left of the cells, room for "−3.17859644e−07"
+
 
 # --- numbers and patterns of bits ------------------------------------------------------
 
@@ -155,10 +157,11 @@ def bits_figure(data: dict) -> go.Figure:
             "ticktext": labels,
             "ticks": "",
             "showline": False,
+            "automargin": False,  # else the cells move whenever a number gets longer
         },
         xaxis2={**axis, "domain": [0.02, 0.98], "anchor": "y2", "range": [-1.35, 1.35], "showgrid": False},
         yaxis2={"domain": [0, 0.26], "anchor": "x2", "visible": False, "range": [-1, 1.6]},
-        margin={"t": 12, "b": 50},
+        margin={"t": 12, "l": LABELS, "b": 50},
     )
     _number_line(figure, data)
     return figure
