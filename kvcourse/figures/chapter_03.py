@@ -12,8 +12,12 @@ from kvcourse.figures import template as look
 
 LONGEST = 12  # positions that the panel has room for
 AXIS = {"showgrid": False, "ticks": "", "dtick": 1, "linewidth": 4}
-BEFORE, NEW, MASKED, EARLIER = "key of before, seen", "new key, seen", "masked", "row of an earlier pass"
+BEFORE, NEW, MASKED, EARLIER = "key there before, seen", "new key, seen", "masked", "row of an earlier pass"
 WRONG = "is_causal differs"
+# The key's color at the strength of a cached row; as a marker's opacity it would not show in the legend.
+PALE = f"rgba({', '.join(str(int(look.KEY[i : i + 2], 16)) for i in (1, 3, 5))}, {look.CACHED_OPACITY})"
+ON_BLUE, CLEAR = "#ffffff", "rgba(0,0,0,0)"
+HATCH = {"shape": look.HATCH, "fgcolor": look.MASKED, "solidity": 0.2, "size": 10}
 
 
 def top_left(start: int, T: int) -> np.ndarray:
@@ -53,21 +57,25 @@ def chunk(start: int, T: int, overlay: bool, num_heads: int) -> dict:
 def chunk_figure(data: dict) -> go.Figure:
     """The rows of the chunk in their place within the whole triangle, on axes that never move."""
     figure = look.new_figure("position of the key (K)", "position of the query (Q)", height=look.MAX_HEIGHT)
+    crossed = set(data["wrong"]) if data["overlay"] else set()
     styles = {
-        BEFORE: ("1", look.INK, {"color": look.KEY, "opacity": look.CACHED_OPACITY}, 1),
-        NEW: ("1", "#ffffff", {"color": look.KEY}, 3),
-        MASKED: ("0", look.INK, {"color": look.PAPER, "pattern": _hatch(look.MASKED)}, 1),
+        BEFORE: ("1", look.INK, {"color": PALE}, 1),
+        NEW: ("1", ON_BLUE, {"color": look.KEY}, 3),
+        MASKED: ("0", look.INK, {"color": look.PAPER, "pattern": HATCH}, 1),
     }
     for kind, (digit, color, marker, line) in styles.items():
         cells = [(query, key) for query, key, what in data["cells"] if what == kind]
-        figure.add_trace(_cells(cells, kind, digit, color, marker, {"color": look.INK, "width": line}))
+        digits = ["" if cell in crossed else digit for cell in cells]
+        outline = {"color": look.INK, "width": line}
+        figure.add_trace(_cells(cells, kind, digits, color, marker, outline))
     earlier = [(query, key) for query in range(data["start"]) for key in range(query + 1)]
     outline = {"color": look.MASKED, "width": 1}
-    figure.add_trace(_cells(earlier, EARLIER, "", look.INK, {"color": look.PAPER}, outline))
+    figure.add_trace(_cells(earlier, EARLIER, [""] * len(earlier), look.INK, {"color": look.PAPER}, outline))
     if data["overlay"]:
-        crossed = {"color": "rgba(0,0,0,0)"}
+        colors = [look.INK if key < data["start"] else ON_BLUE for _, key in data["wrong"]]
         outline = {"color": look.WRONG, "width": 3}
-        figure.add_trace(_cells(data["wrong"], WRONG, "×", look.INK, crossed, outline))
+        crosses = ["×"] * len(colors)
+        figure.add_trace(_cells(data["wrong"], WRONG, crosses, colors, {"color": CLEAR}, outline))
     ticks = {"tickvals": list(range(LONGEST)), **AXIS}
     figure.update_layout(barmode="overlay", bargap=0.06)
     figure.update_xaxes(range=[-0.5, LONGEST - 0.5], linecolor=look.KEY, **ticks)
@@ -75,11 +83,7 @@ def chunk_figure(data: dict) -> go.Figure:
     return figure
 
 
-def _hatch(color: str) -> dict:
-    return {"shape": look.HATCH, "fgcolor": color, "solidity": 0.4}
-
-
-def _cells(cells: list, name: str, text: str, color: str, marker: dict, line: dict) -> go.Bar:
+def _cells(cells: list, name: str, text: list, color: str | list, marker: dict, line: dict) -> go.Bar:
     # Bars of length 1, because a heat map's cells cannot be hatched.
     return go.Bar(
         x=[0.94] * len(cells),
@@ -87,7 +91,7 @@ def _cells(cells: list, name: str, text: str, color: str, marker: dict, line: di
         base=[key - 0.47 for _, key in cells],
         orientation="h",
         name=name,
-        text=[text] * len(cells),
+        text=text,
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
@@ -99,16 +103,19 @@ def _cells(cells: list, name: str, text: str, color: str, marker: dict, line: di
     )
 
 
+def rows_text(data: dict) -> str:
+    """One sentence: what the rows see, and how many cells are masked."""
+    masked, cells = _masked(data), len(data["cells"])
+    seen = _seen(data)
+    return f"{seen[0].upper()}{seen[1:]}; {masked} of {_count(cells)} masked ({masked / cells:.0%})."
+
+
 def chunk_text(data: dict) -> str:
     """One sentence: shape, masked cells, what the rows see, and with the overlay what is wrong."""
-    start, T = data["start"], data["T"]
-    cells = len(data["cells"])
-    masked = sum(what == MASKED for _, _, what in data["cells"])
-    rows = [f"position {start + row} sees {_span(0, start + row)}" for row in range(T)]
-    seen = ", ".join(rows if T <= 3 else [rows[0], "…", rows[-1]])
+    start, masked, cells = data["start"], _masked(data), len(data["cells"])
     text = (
-        f"start {start}, T {T}: scores {data['shape']}, {_count(cells)} a head, {masked} masked "
-        f"({masked / cells:.0%}); {seen}."
+        f"start {start}, T {data['T']}: scores {data['shape']}, {_count(cells)} a head, {masked} masked "
+        f"({masked / cells:.0%}); {_seen(data)}."
     )
     if not data["overlay"]:
         return text
@@ -116,6 +123,16 @@ def chunk_text(data: dict) -> str:
         return f"{text} is_causal=True draws the same mask."
     # Both triangles have T rows and the lower one sees `start` keys more in each.
     return f"{text} is_causal=True hides {_count(len(data['wrong']))} more: {start} in each row."
+
+
+def _masked(data: dict) -> int:
+    return sum(what == MASKED for _, _, what in data["cells"])
+
+
+def _seen(data: dict) -> str:
+    queries = range(data["start"], data["start"] + data["T"])
+    rows = [f"position {query} sees {_span(0, query)}" for query in queries]
+    return ", ".join(rows if len(rows) <= 3 else [rows[0], "…", rows[-1]])
 
 
 def _span(first: int, last: int) -> str:

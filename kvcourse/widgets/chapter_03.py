@@ -21,7 +21,7 @@ _CSS = f"""<style>
 .kv-marks .kv-new {{ background: {look.KEY}; border-width: 3px }}
 .kv-marks .kv-new span {{ color: #fff !important }}
 .kv-marks .kv-masked {{
-  background: repeating-linear-gradient(135deg, {look.MASKED} 0 1px, transparent 1px 9px) }}
+  background: repeating-linear-gradient(135deg, {look.MASKED}99 0 1px, transparent 1px 14px) }}
 .kv-marks .kv-cell:focus-within {{ outline: 3px solid {look.VALUE}; outline-offset: 1px }}
 </style>"""
 

@@ -190,13 +190,17 @@ def test_every_cell_is_drawn_once_and_the_wrong_ones_are_counted(start, T, overl
 
 def test_the_visual_language():
     before, new, masked, _, wrong = figures.chunk_figure(figures.chunk(3, 3, True, 4)).data
-    assert before.marker.color == new.marker.color == template.KEY
-    assert before.marker.opacity == template.CACHED_OPACITY and new.marker.opacity is None
+    assert before.marker.color == "rgba(0, 114, 178, 0.45)"  # the key's color, #0072B2
+    assert (template.KEY, template.CACHED_OPACITY) == (new.marker.color, 0.45)
     assert new.marker.line.width > before.marker.line.width
     assert masked.marker.pattern.shape == template.HATCH
     assert masked.marker.pattern.fgcolor == template.MASKED
     assert wrong.marker.line.color == template.WRONG
-    assert set(before.text) == set(new.text) == {"1"} and set(masked.text) == {"0"}
+    assert set(masked.text) == {"0"}
+    crossed = {(y, base) for y, base in zip(wrong.y, wrong.base, strict=True)}
+    for trace in (before, new):  # a digit or a cross, never both
+        for y, base, text in zip(trace.y, trace.base, trace.text, strict=True):
+            assert text == ("" if (y, base) in crossed else "1")
 
 
 def test_sentences_by_hand():
@@ -209,6 +213,9 @@ def test_sentences_by_hand():
     )
     assert said(0, 1, True).endswith(
         "1 cell a head, 0 masked (0%); position 0 sees key 0. is_causal=True draws the same mask."
+    )
+    assert figures.rows_text(figures.chunk(4, 2, False, 4)) == (
+        "Position 4 sees keys 0–4, position 5 sees keys 0–5; 1 of 12 cells masked (8%)."
     )
     assert said(1, 1, True).endswith("is_causal=True hides 1 cell more: 1 in each row.")
     assert said(6, 6, True).endswith(
