@@ -29,9 +29,9 @@ WAYS = {"concatenating": CONCATENATE, "doubling": DOUBLE, "preallocated": PREALL
 
 
 def size(count):
-    """Bytes in the unit that fits, exact below a MiB: 72 KiB, 34.9 MiB, 34.3 GiB."""
+    """Bytes in the unit that fits, exact below a MiB: 0 B, 72 KiB, 34.9 MiB, 34.3 GiB."""
     if count < MIB:
-        return f"{count / KIB:,.0f} KiB" if count % KIB == 0 else f"{count:,} B"
+        return f"{count / KIB:,.0f} KiB" if count and count % KIB == 0 else f"{count:,} B"
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
@@ -144,7 +144,7 @@ def _hover(name):
 
 
 def _mib(rows):
-    return round(rows * TOKEN_BYTES / MIB, 2)
+    return round(rows * TOKEN_BYTES / MIB, 4)
 
 
 def _like(figure, axis):
@@ -161,7 +161,7 @@ def growing_text(data):
     return (
         f"{way[0].upper()}{way[1:]}, {length:,} token{'s' * (length != 1)} one at a time: {copied}; "
         f"{size(held * TOKEN_BYTES)} held, {size(reserved * TOKEN_BYTES)} reserved "
-        f"({reserved / held:.3g} times), and at most {size(max(data['moment']) * TOKEN_BYTES)} at one moment."
+        f"({reserved / held:.2f} times), and at most {size(max(data['moment']) * TOKEN_BYTES)} at one moment."
     )
 
 
