@@ -206,7 +206,7 @@ def truncated_nan(x):
             "still there",
         ),
         (lambda x: exercise._rounded(x, 0x8000 - (exercise._bits(x) >> 16 & 1)), "ties go to the odd"),
-        (lambda x: ops.round_to_bfloat16(x) * np.float32(2), "compare their bits"),
+        (lambda x: ops.round_to_bfloat16(x) * np.float32(0.5), "compare their bits"),
         (lambda x: (exercise._bits(x) & exercise.UPPER).astype(np.float32), ".astype converts"),
         (
             lambda x: np.where(np.isinf(x), np.float32(np.nan), ops.round_to_bfloat16(x)),
@@ -410,6 +410,9 @@ def test_perplexities_and_bits_are_no_rounding_ties(read):
             assert_clear([(a, b)], decimals)
     one, other = (evaluation.next_token_log_probs(logits, ids) for logits in (together, in_chunks))
     assert_clear([(float(one.mean(dtype=float)), float(other.mean(dtype=float)))], 3)
+    assert_clear([(evaluation.perplexity(one[:64]), evaluation.perplexity(other[:64]))], 0)
+    # In float16 each probability is good to 2⁻⁹ or so, a mean of 64 logarithms to less.
+    assert abs(evaluation.perplexity(one[:64]) % 1 - 0.5) > 59 * 2**-9
     assert_clear([(float(one.sum(dtype=float)), float(other.sum(dtype=float)))], 0)
     assert_clear(zip(one[8:14].tolist(), other[8:14].tolist(), strict=True), 2)
     assert_clear(zip(np.exp(one[8:14]).tolist(), np.exp(other[8:14]).tolist(), strict=True), 4)
