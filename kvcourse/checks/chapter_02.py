@@ -41,9 +41,11 @@ def _mistake(got, want, layer, j, causal):
     if got == j + 1:
         return f"position {j} itself changes as well: its row is made from token {j}"
     if causal and layer == 0:
-        return f"in layer 0 a key is made from its own token and position, so expected {want}, got {short(got)}"
+        return f"in layer 0 a key is made from its own token and position: expected {want}, got {short(got)}"
     if causal and got == j - layer:
-        return "that is a mask that leaks one position per layer; this one never shows a row what comes after it"
+        return (
+            "that is a mask that leaks one position per layer; this one shows a row nothing that comes after"
+        )
     if causal and got == 0:
         return f"position 0 sees only itself, in every layer, so it cannot notice token {j}"
     if not causal and layer == 0:
@@ -52,5 +54,7 @@ def _mistake(got, want, layer, j, causal):
             f"expected {want}, got {short(got)}"
         )
     if not causal and got == j:
-        return f"without the mask position 0 looks at position {j} in layer 0, so in layer {layer} its key knows"
+        return (
+            f"without the mask position 0 saw token {j} in layer 0 already, so in layer {layer} its key knows"
+        )
     return f"expected {want}, got {short(got)}. Ask which tokens position 0 has seen before this layer"

@@ -121,7 +121,7 @@ def _hover(levels, which):
 
 
 def _shown(piece):
-    return piece.strip().replace("\n", "⏎") or "␣"
+    return piece.replace("\n", "⏎").strip() or "␣"
 
 
 def change_text(data):
@@ -195,4 +195,4 @@ def reads_text(reads):
     q, k, v = (reads[name] for name in "QKV")
     same = "each key, and each value as often," if list(k) == list(v) else "each key"
     once = "Every query is read once" if set(q) == {1} else f"Queries are read {min(q)} to {max(q)} times"
-    return f"{once}; {same} {k[-1]} to {k[0]} times, the earlier the oftener."
+    return f"{once}; {same} {k[-1]} to {k[0]} times, the earlier the more often."

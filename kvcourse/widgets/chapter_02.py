@@ -54,14 +54,14 @@ def change_panel(model, tokenizer, ids, replacements):
     return Panel(
         "a changed token",
         {
-            "j": ipywidgets.IntSlider(value=8, min=0, max=len(passes.pieces) - 1, description="changed token"),
+            "j": ipywidgets.IntSlider(
+                value=8, min=0, max=len(passes.pieces) - 1, description="changed token"
+            ),
             "replacement": ipywidgets.Dropdown(
                 options=[(f"“{text}”", text) for text in replacements], description="becomes"
             ),
             "mask": ipywidgets.Dropdown(options=list(figures.MASKS), description="mask"),
-            "which": ipywidgets.ToggleButtons(
-                options=[figures.KEYS, figures.VALUES], description="show"
-            ),
+            "which": ipywidgets.ToggleButtons(options=[figures.KEYS, figures.VALUES], description="show"),
         },
         compute=partial(_compute, passes),
         figure=figures.change_figure,
