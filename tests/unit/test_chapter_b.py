@@ -165,15 +165,15 @@ def test_cells_are_the_bits_part_by_part():
 def test_panel_is_fast_at_every_extreme_and_refuses_nothing_to_choose():
     panel = widgets.bits_panel(NUMBERS)
     panel.set(power=1)
+    seconds = []
     for choice in NUMBERS:
         for format in figures.FORMATS:
             for power in (-32, 0, 32):
                 start = time.perf_counter()
                 text = panel.set(choice=choice, power=power, format=format)
-                seconds = time.perf_counter() - start
+                seconds.append(time.perf_counter() - start)
                 assert text.startswith(f"{format}, {choice}") and "does not work" not in text
-    # The last of 36 alone, and three times the promise: other tests may have the processor just then.
-    assert seconds < 0.3
+    assert sorted(seconds)[len(seconds) // 2] < 0.1  # the median: other work may hold up a few
     with pytest.raises(ValueError, match="no numbers: give at least one"):
         widgets.bits_panel({})
 
