@@ -80,16 +80,19 @@ def growing_figure(data):
     held = [_mib(n) for n in steps]
     x, reserved = _corners(steps, data["reserved"])
     empty = {"shape": look.CROSS_HATCH, "fillmode": "overlay", "fgcolor": look.WRONG, "fgopacity": 0.6}
+    below = look.here([0, *steps], [0, *held], name="held")  # where the area of the empty rows ends
     for trace in (
-        look.here([0, *steps], [0, *held], name="held").update(mode="lines"),
+        below.update(mode="lines", line={"width": 0}, showlegend=False),
         look.here(x, reserved, name="reserved, still empty", color=look.WRONG).update(
             mode="lines", fill="tonexty", fillcolor="rgba(213,94,0,0.08)", fillpattern=empty
         ),
+        look.here([0, *steps], [0, *held], name="held").update(mode="lines"),
         look.here(*_moments(steps, data), name="old and new at once", color=look.WRONG).update(
             mode="lines", line={"dash": "dot"}
         ),
     ):
-        figure.add_trace(trace.update(xaxis="x2", yaxis="y2", hovertemplate=_hover(trace.name)))
+        trace.update(xaxis="x2", yaxis="y2", hovertemplate=_hover(trace.name))
+        figure.add_trace(trace)
     figure.update_layout(
         xaxis={"domain": [0, 0.43], "range": [0, MOST]},
         xaxis2={**_like(figure, "xaxis"), "domain": [0.57, 1], "anchor": "y2", "range": [0, MOST]},
@@ -238,6 +241,9 @@ def step_table(rows):
         lines.append(
             f"{row['tokens']:>12,}{ours}{share:+8.0%}{theirs}" + "   here disturbed" * bool(row["why"])
         )
+    for row in rows:
+        if row["why"]:
+            lines.append(f"disturbed at {row['tokens']:,}, do not quote: {row['why']}")
     return "\n".join(lines)
 
 
@@ -246,7 +252,7 @@ def copy_table(rows):
 
     rows  {"tokens", "bytes", "fresh", "again", "faults", "extra", "why"}: bytes copied; ms into fresh arrays
           and into arrays that were there; page faults of a fresh round (None: the system does not say);
-          ms that concatenating added to the whole step
+          ms that concatenating added to the whole step (below zero the machine was too busy to tell)
     """
     head = f"{'tokens there':>12}{'copied':>11}{'into arrays there':>26}{'into fresh ones':>18}"
     lines = [f"{head}{'page faults':>13}{'whole step':>13}"]
@@ -254,8 +260,11 @@ def copy_table(rows):
         rate = f"({2 * row['bytes'] / row['again'] / 1e6:.0f} GB/s)"
         faults = "not told" if row["faults"] is None else f"{row['faults']:,.0f}"
         alone = f"{row['again']:12.1f} ms {rate:>10}{row['fresh']:15.1f} ms{faults:>13}"
-        whole = f"{row['extra']:+10.1f} ms" + "   disturbed" * bool(row["why"])
-        lines.append(f"{row['tokens']:>12,}{size(row['bytes']):>11}{alone}{whole}")
+        whole = f"{row['extra']:+.1f} ms" if row["extra"] >= 0 else "cannot tell"
+        lines.append(
+            f"{row['tokens']:>12,}{size(row['bytes']):>11}{alone}{whole:>13}"
+            + "   disturbed" * bool(row["why"])
+        )
     return "\n".join(lines)
 
 

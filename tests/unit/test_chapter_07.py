@@ -110,14 +110,14 @@ def test_the_texts_of_break_it_survive_a_hundred_times_the_rounding(page, model,
 
 def test_the_copies_of_one_step_are_the_caches_own(page):
     names = tagged_code(NOTEBOOK, "plain-copies")
-    rows = np.random.default_rng(0).standard_normal((12, 12, 9, 64), dtype=np.float32)
-    names["rows_of_text"] = {"keys": rows}
+    rows = np.random.default_rng(0).standard_normal((2, 12, 12, 9, 64), dtype=np.float32)
+    names["rows_of_text"] = {"keys": rows[0], "values": rows[1]}
     again, fresh = names["copies"](7)
     made = fresh()
     assert len(made) == 24 and {array.shape for array in made} == {(12, 8, 64)}
     for layer in range(12):
-        for array in made[2 * layer : 2 * layer + 2]:
-            np.testing.assert_array_equal(array[:, :7], rows[layer, :, :7])
+        for array, old in zip(made[2 * layer : 2 * layer + 2], rows, strict=True):
+            np.testing.assert_array_equal(array[:, :7], old[layer, :, :7])
     assert again() is None
 
 
@@ -233,6 +233,7 @@ def test_the_table_of_steps():
     assert [row["why"] for row in rows] == ["", "busy", ""] and rows[2]["concatenating"] == pytest.approx(36)
     lines = figures.step_table(rows).split("\n")[2:]
     assert lines[0].split() == "128 21.0 ms 20.0 ms 20.0 ms +5% 25 ms 23 ms +9%".split()
+    assert lines[3:] == ["disturbed at 512, do not quote: busy"]
     assert lines[1].endswith("here disturbed") and "+50%" in lines[2] and "disturbed" not in lines[2]
 
 
@@ -250,6 +251,7 @@ def test_the_tables_of_copies_and_of_touched_memory():
     assert line.split() == "1,000 70.3 MiB 10.0 ms (15 GB/s) 45.0 ms not told +12.0 ms".split()
     busy = figures.copy_table([{**row, "faults": 17986, "why": "busy"}])
     assert "17,986" in busy and busy.endswith("disturbed")
+    assert "cannot tell" in figures.copy_table([{**row, "extra": -3.0}])
     table = figures.touched_table([{"act": "reserved", "used": 0, "resident": 2**20}])
     assert table.split("\n")[1].split() == "reserved 0.0 MiB 1.0 MiB".split()
 
@@ -319,7 +321,7 @@ def test_the_panel_at_the_ends_of_its_controls():
 
 def test_lines_of_the_panel_show_every_step_that_copies():
     data = figures.growing(1000, "doubling", 16)
-    copies, held, reserved, moment = figures.growing_figure(data).data
+    copies, _, reserved, held, moment = figures.growing_figure(data).data
     spikes = {x: y for x, y in zip(copies.x, copies.y, strict=True) if y}
     assert spikes == {n + 1: n * 72 / 1024 for n in (16, 32, 64, 128, 256, 512)}
     drawn = dict(zip(held.x, held.y, strict=True))
