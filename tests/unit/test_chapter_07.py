@@ -99,13 +99,18 @@ def test_the_texts_of_break_it_survive_a_hundred_times_the_rounding(page, model,
     cache = kv.ContiguousCache.for_model(model)
     steps = np.concatenate([model([token], cache) for token in text])
     rounding = float(np.abs(steps - model(text)).max())
+    texts = []
     for kind in ("Growing", "Quick"):
-        cache, given = cache_of(page, kind, model.config, room=16), prompt
+        cache, given, written = cache_of(page, kind, model.config, room=16), prompt, []
         for _ in range(NEW):
             logits = step(page, model, given, cache, rows=[-1])[0]
             second, first = np.sort(logits)[-2:]
             assert first - second > 100 * rounding
             given = [kv.greedy(logits)]
+            written += given
+        texts.append(written)
+    assert texts[0] == text[len(prompt) :]
+    assert [a == b for a, b in zip(*texts, strict=True)].index(False) == 17  # what the page calls token 22
 
 
 def test_the_copies_of_one_step_are_the_caches_own(page):
@@ -188,8 +193,8 @@ def test_impossible_growth_is_refused(call, words):
 
 def test_memory_that_is_touched_is_counted():
     faults, before = measure.page_faults(), measure.resident_bytes()
-    touched = np.ones(2**24, np.uint8)
-    assert measure.resident_bytes() - before > 2**23  # half of it: others may free memory meanwhile
+    touched = np.ones(2**26, np.uint8)  # 64 MiB, which no allocator takes from what it has at hand
+    assert measure.resident_bytes() - before > 2**25  # half of it: other memory may be freed meanwhile
     assert faults is None or measure.page_faults() > faults
     assert touched[-1] == 1
 
@@ -280,15 +285,16 @@ def test_the_moment_of_a_growth_is_what_numpy_really_allocates():
     """tracemalloc counts NumPy's arrays: while a GrowingCache grows, the old and the new ones are there."""
     import tracemalloc
 
-    cache = kv.GrowingCache(TINY, capacity=32)
+    cache = kv.GrowingCache(kv.catalogue()["gpt2"], capacity=32)
     run_pass(cache, 32)
     old = cache.nbytes
+    assert old == 32 * figures.TOKEN_BYTES
     tracemalloc.start()
     cache.begin(1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert cache.nbytes == 2 * old
-    assert 2 * old <= peak < 2 * old + 4096  # the new pair beside the old one, and small objects
+    assert 2 * old <= peak < 2.1 * old  # the new pair beside the old one, and small objects
     data = figures.growing(33, "doubling", 32)
     assert data["moment"][-1] == 32 + 64
 
