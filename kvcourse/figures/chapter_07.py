@@ -252,7 +252,8 @@ def copy_table(rows):
 
     rows  {"tokens", "bytes", "fresh", "again", "faults", "extra", "why"}: bytes copied; ms into fresh arrays
           and into arrays that were there; page faults of a fresh round (None: the system does not say);
-          ms that concatenating added to the whole step (below zero the machine was too busy to tell)
+          ms that concatenating added to the whole step (below zero the machine was too busy to tell).
+          At least two; the last line compares the growth of the last two.
     """
     head = f"{'tokens there':>12}{'copied':>11}{'into arrays there':>26}{'into fresh ones':>18}"
     lines = [f"{head}{'page faults':>13}{'whole step':>13}"]
@@ -265,7 +266,14 @@ def copy_table(rows):
             f"{row['tokens']:>12,}{size(row['bytes']):>11}{alone}{whole:>13}"
             + "   disturbed" * bool(row["why"])
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, _extra_growth(*rows[-2:])])
+
+
+def _extra_growth(before, last):
+    grown = f"{before['tokens']:,} → {last['tokens']:,}: bytes {last['bytes'] / before['bytes']:.2f} times, "
+    if before["why"] or last["why"] or min(before["extra"], last["extra"]) <= 0:
+        return grown + "extra time of the whole step: cannot tell, the machine was busy"
+    return grown + f"extra time of the whole step {last['extra'] / before['extra']:.2f} times"
 
 
 def touched_table(rows):

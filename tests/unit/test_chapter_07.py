@@ -252,11 +252,17 @@ def test_the_tables_of_copies_and_of_touched_memory():
         "extra": 12.0,
         "why": "",
     }
-    head, line = figures.copy_table([row]).split("\n")
+    half = {**row, "tokens": 500, "bytes": 36_864_000, "extra": 4.0, "faults": 17986}
+    head, first, line, growth = figures.copy_table([half, row]).split("\n")
     assert line.split() == "1,000 70.3 MiB 10.0 ms (15 GB/s) 45.0 ms not told +12.0 ms".split()
-    busy = figures.copy_table([{**row, "faults": 17986, "why": "busy"}])
-    assert "17,986" in busy and busy.endswith("disturbed")
-    assert "cannot tell" in figures.copy_table([{**row, "extra": -3.0}])
+    assert (
+        "17,986" in first
+        and growth == "500 → 1,000: bytes 2.00 times, extra time of the whole step 3.00 times"
+    )
+    busy = figures.copy_table([{**half, "why": "busy"}, row]).split("\n")
+    assert busy[1].endswith("disturbed") and "cannot tell" in busy[3]
+    negative = figures.copy_table([half, {**row, "extra": -3.0}]).split("\n")
+    assert "cannot tell" in negative[2] and "cannot tell" in negative[3]
     table = figures.touched_table([{"act": "reserved", "used": 0, "resident": 2**20}])
     assert table.split("\n")[1].split() == "reserved 0.0 MiB 1.0 MiB".split()
 
