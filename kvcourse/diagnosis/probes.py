@@ -117,9 +117,10 @@ def _dye_reset(model, code):
 
 
 def _dyed(passes):
+    """The first of these passes whose logits show the dye, as "NaN 1" or "NaN 2", or "clean"."""
     for number, logits in enumerate(passes, start=1):
         if np.isnan(logits).any():
-            return f"NaN, pass {number}"
+            return f"NaN {number}"
     return "clean"
 
 

@@ -63,10 +63,10 @@ def kit_figure(data) -> go.Figure:
         type="rect", x0=-0.5, x1=last - 0.5, y0=at - 0.5, y1=at + 0.5, line={"color": look.INK, "width": 2}
     )
     ticks = [f"{name.replace(' + ', ' +<br>')}<br>{data['costs'][name]}" for name in columns]
-    ticks = [text if "<br>+" in text or text.count("<br>") > 1 else f"<br>{text}" for text in ticks]
+    ticks = [text if text.count("<br>") > 1 else f"<br>{text}" for text in ticks]  # all three lines high
     figure.update_xaxes(
-        tickvals=list(range(last + 1)), ticktext=[*ticks, "<br>not told from<br>"], range=[-0.5, last + 1.6],
-        side="top", showline=False, ticks="", fixedrange=True,
+        tickvals=[*range(last), last + 0.15], ticktext=[*ticks, "<br>confused<br>with"],
+        range=[-0.5, last + 1.2], side="top", showline=False, ticks="", fixedrange=True,
     )  # fmt: skip
     figure.update_yaxes(
         tickvals=list(range(len(rows))), ticktext=rows, range=[len(rows) - 0.5, -0.5],
@@ -99,7 +99,7 @@ def _short(alike):
     """The first names of a group, so that the column stays narrow."""
     if not alike:
         return "–"
-    return " ".join(alike) if len(alike) <= 6 else f"{' '.join(alike[:4])} +{len(alike) - 4}"
+    return " ".join(alike) if len(alike) <= 5 else f"{' '.join(alike[:4])} +{len(alike) - 4}"
 
 
 def _text(points, **more):

@@ -17,7 +17,7 @@ PAGE = paths.chapters_dir() / "06_break_the_cache.ipynb"
 # Three rows and the right one, two probes: X and Y differ in "two" only, Z is like the right cache in "one".
 SMALL = {
     "X": {"one": "wrong", "two": "same"},
-    "Y": {"one": "wrong", "two": "NaN, pass 1"},
+    "Y": {"one": "wrong", "two": "NaN 1"},
     "Z": {"one": "same", "two": "close"},
     "right": {"one": "same", "two": "same"},
 }
@@ -82,7 +82,7 @@ def test_the_table_of_words():
     assert figures.outcomes(SMALL, ["one", "two"]).split("\n") == [
         "       one         two",
         "X      wrong       same",
-        "Y      wrong       NaN, pass 1",
+        "Y      wrong       NaN 1",
         "Z      same        close",
         "right  same        same",
     ]
@@ -113,7 +113,7 @@ def test_the_panel_at_its_extremes_and_quickly(table):
     assert "No probe chosen: all 78 pairs" in panel.set(**dict.fromkeys(boxes, False))
     assert "cost 335 positions: all 78 pairs told apart" in panel.set(**dict.fromkeys(boxes, True))
     one = dict.fromkeys(boxes, False) | {"dye_reset": True}
-    assert panel.set(letter="C", **one).endswith("C: dye + reset: NaN, pass 2.")
+    assert panel.set(letter="C", **one).endswith("C: dye + reset: NaN 2.")
 
 
 # --- the exercises --------------------------------------------------------------------------

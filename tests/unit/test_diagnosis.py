@@ -265,9 +265,9 @@ def test_the_dye_finds_unwritten_rows_and_only_those(table):
     reads_unwritten = {"read before written", "one row too many"}
     dyed = {letter for letter in diagnosis.LETTERS if table[letter]["dye"].startswith("NaN")}
     assert {diagnosis.bug_of(letter).name for letter in dyed} == reads_unwritten
-    again = {letter for letter in diagnosis.LETTERS if table[letter]["dye + truncate"] == "NaN, pass 2"}
+    again = {letter for letter in diagnosis.LETTERS if table[letter]["dye + truncate"] == "NaN 2"}
     assert {diagnosis.bug_of(letter).name for letter in again} == {"truncate keeps one"}
-    again = {letter for letter in diagnosis.LETTERS if table[letter]["dye + reset"] == "NaN, pass 2"}
+    again = {letter for letter in diagnosis.LETTERS if table[letter]["dye + reset"] == "NaN 2"}
     assert {diagnosis.bug_of(letter).name for letter in again} == {"reset keeps the count"}
 
 
