@@ -176,11 +176,15 @@ def reads_figure(reads, prompt):
     reads  {"Q": [...], "K": [...], "V": [...]}, one number a position; prompt: tokens of the prompt.
     """
     figure = look.new_figure("position in the text", "times read, one layer", height=320)
-    names = (("Q", look.QUERY, "."), ("K", look.KEY, ""), ("V", look.VALUE, look.HATCH))
-    for name, color, shape in names:
+    for name, color in (("Q", look.QUERY), ("K", look.KEY), ("V", look.VALUE)):
         hover = f"{name} of position %{{x}}: read %{{y}} times<extra></extra>"
-        marker = {"color": color, "pattern": {"shape": shape}}
-        figure.add_trace(go.Bar(y=list(reads[name]), name=name, marker=marker, hovertemplate=hover))
+        letters = [name, *[""] * (len(reads[name]) - 1)]  # the order within a group, said once
+        figure.add_trace(
+            go.Bar(
+                y=list(reads[name]), name=name, marker={"color": color}, hovertemplate=hover,
+                text=letters, textposition="outside", textangle=0, cliponaxis=False,
+            )
+        )  # fmt: skip
     line = {"color": look.INK, "dash": "dot", "width": 1.5}
     figure.add_vline(x=prompt - 0.5, line=line)
     figure.add_annotation(
