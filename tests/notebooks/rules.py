@@ -338,6 +338,11 @@ def predictions(page):
     for key in sorted(set(asked) & set(revealed)):
         if revealed[key] <= asked[key]:
             yield f"{key!r} is revealed before the reader could answer"
+    # A grid of cells to mark is a prediction too; its answer is the line that `against` prints.
+    marked = [place for place, cell in enumerate(page.cells) for _ in calls(cell, "mark_cells")]
+    answered = [place for place, cell in enumerate(page.cells) for _ in calls(cell, "against")]
+    if len(marked) != len(answered) or any(a <= m for m, a in zip(marked, answered, strict=False)):
+        yield f"{len(marked)} grids of cells to mark, {len(answered)} later cells with their against()"
 
 
 def claims(page):

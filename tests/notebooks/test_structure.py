@@ -175,6 +175,12 @@ BROKEN = [
         plus(code('kv.reveal("99.new", 1)'), code('kv.predict("99.new", "?")')),
         "'99.new' is revealed before the reader could answer",
     ),
+    (rules.predictions, plus(code('marks = w.mark_cells("99.m", "?")')), "1 grids of cells to mark, 0 later"),
+    (
+        rules.predictions,
+        plus(code("marks.against(x)"), code('marks = w.mark_cells("99.m", "?")')),
+        "1 grids of cells to mark, 1 later",
+    ),
     (rules.predictions, plus(code('kv.predict(f"99.{x}", "?")')), "write the key of predict() out"),
     (
         rules.contents,
