@@ -17,7 +17,8 @@ WRONG = "is_causal differs"
 # The key's color at the strength of a cached row; as a marker's opacity it would not show in the legend.
 PALE = f"rgba({', '.join(str(int(look.KEY[i : i + 2], 16)) for i in (1, 3, 5))}, {look.CACHED_OPACITY})"
 ON_BLUE, CLEAR = "#ffffff", "rgba(0,0,0,0)"
-HATCH = {"shape": look.HATCH, "fgcolor": look.MASKED, "solidity": 0.2, "size": 10}
+# Thin and faint, so that the digit on it can be read in the dark theme, where it is white.
+HATCH = {"shape": look.HATCH, "fgcolor": look.MASKED, "fgopacity": 0.7, "solidity": 0.12, "size": 10}
 
 
 def top_left(start: int, T: int) -> np.ndarray:
@@ -54,9 +55,13 @@ def chunk(start: int, T: int, overlay: bool, num_heads: int) -> dict:
     }
 
 
-def chunk_figure(data: dict) -> go.Figure:
-    """The rows of the chunk in their place within the whole triangle, on axes that never move."""
-    figure = look.new_figure("position of the key (K)", "position of the query (Q)", height=look.MAX_HEIGHT)
+def chunk_figure(data: dict, positions: int = LONGEST) -> go.Figure:
+    """The rows of the chunk in their place within the whole triangle, on axes that never move.
+
+    positions  how many of them the axes have room for
+    """
+    height = min(look.MAX_HEIGHT, 180 + 20 * positions)  # px
+    figure = look.new_figure("position of the key (K)", "position of the query (Q)", height=height)
     crossed = set(data["wrong"]) if data["overlay"] else set()
     styles = {
         BEFORE: ("1", look.INK, {"color": PALE}, 1),
@@ -76,10 +81,10 @@ def chunk_figure(data: dict) -> go.Figure:
         outline = {"color": look.WRONG, "width": 3}
         crosses = ["×"] * len(colors)
         figure.add_trace(_cells(data["wrong"], WRONG, crosses, colors, {"color": CLEAR}, outline))
-    ticks = {"tickvals": list(range(LONGEST)), **AXIS}
+    ticks = {"tickvals": list(range(positions)), **AXIS}
     figure.update_layout(barmode="overlay", bargap=0.06)
-    figure.update_xaxes(range=[-0.5, LONGEST - 0.5], linecolor=look.KEY, **ticks)
-    figure.update_yaxes(range=[LONGEST - 0.5, -0.5], linecolor=look.QUERY, **ticks)
+    figure.update_xaxes(range=[-0.5, positions - 0.5], linecolor=look.KEY, **ticks)
+    figure.update_yaxes(range=[positions - 0.5, -0.5], linecolor=look.QUERY, **ticks)
     return figure
 
 
@@ -216,13 +221,13 @@ def changes_figure(changes: Sequence[float], chunk_size: int) -> go.Figure:
 
 
 def changes_text(changes: Sequence[float], chunk_size: int) -> str:
-    """One sentence: where the first change is, and how large the changes are from there on."""
+    """One sentence: where the first drawn change is, and how large the changes are from there on."""
     changed = [position for position, change in enumerate(changes) if change > 0]
     if not changed:
         return f"Chunks of {chunk_size}: no logit changed."
-    first = changed[0]
+    first, last = changed[0], len(changes) - 1
     least, most = min(changes[first:]), max(changes[first:])
     return (
-        f"Chunks of {chunk_size}: positions 0–{first - 1} are unchanged; from position {first} on "
-        f"every row changed, its worst logit by {least:.1f} to {most:.1f}."
+        f"Chunks of {chunk_size}: positions 0–{first - 1} are unchanged; at positions {first}–{last} "
+        f"every row changed, its most changed logit by {least:.1f} to {most:.1f}."
     )

@@ -188,6 +188,12 @@ def test_every_cell_is_drawn_once_and_the_wrong_ones_are_counted(start, T, overl
         assert set(drawing.data[4].text) <= {"×"} and len(drawing.data[4].y) == start * T
 
 
+def test_a_still_of_fewer_positions_ends_its_axes_there():
+    drawing = figures.chunk_figure(figures.chunk(4, 2, False, 4), positions=6).layout
+    assert (drawing.xaxis.range, drawing.yaxis.range) == ((-0.5, 5.5), (5.5, -0.5))
+    assert drawing.height < figures.chunk_figure(figures.chunk(4, 2, False, 4)).layout.height
+
+
 def test_the_visual_language():
     before, new, masked, _, wrong = figures.chunk_figure(figures.chunk(3, 3, True, 4)).data
     assert before.marker.color == "rgba(0, 114, 178, 0.45)"  # the key's color, #0072B2
@@ -242,7 +248,7 @@ def test_changes_by_hand():
     assert list(bars.data[0].y) == changes and [shape.x0 for shape in bars.layout.shapes] == [1.5]
     assert figures.changes_text(changes, 2) == (
         "Chunks of 2: positions 0–1 are unchanged; "
-        "from position 2 on every row changed, its worst logit by 3.5 to 8.1."
+        "at positions 2–3 every row changed, its most changed logit by 3.5 to 8.1."
     )
     assert figures.changes_text([0, 0], 2) == "Chunks of 2: no logit changed."
 
