@@ -93,6 +93,7 @@ def rows_reserved(strategy, seq_len, max_seq_len, prompt=1, capacity=16):
     Raises ValueError as there, and when the tokens or the first capacity exceed `max_seq_len`.
     """
     prompt, seq_len, capacity = _growth(strategy, seq_len, prompt, capacity)
+    (max_seq_len,) = _at_least(1, max_seq_len=max_seq_len)
     for name, value in (("seq_len", seq_len), ("capacity", capacity if strategy == "double" else 1)):
         if value > max_seq_len:
             raise ValueError(
@@ -122,6 +123,8 @@ def _doubled(seq_len, prompt, capacity):
 def _at_least(limit, **values):
     """The values as Python ints, which do not overflow; ValueError below the limit, TypeError for 1.5."""
     for name, value in values.items():
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} is {value!r}: it must be a whole number, at least {limit}")
         if operator.index(value) < limit:
             raise ValueError(f"{name} is {value}: it must be at least {limit}")
     return [operator.index(value) for value in values.values()]

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvcourse import ops
 from kvcourse.caches import KVCache
+from kvcourse.config import ModelConfig
 
 
 class Tap:
@@ -25,7 +26,9 @@ class Tap:
     is attended to by the next one.
     """
 
-    def __init__(self, config, mask=None, cache=None):
+    def __init__(self, config, *, mask=None, cache=None):
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"config is a {type(config).__name__}: give model.config")
         if mask is not None and cache is not None:
             raise ValueError("a mask and a cache were given: a cache brings the causal mask, leave one out")
         if cache is not None and not isinstance(cache, KVCache):
@@ -33,7 +36,8 @@ class Tap:
         self.config = config if cache is None else cache.config
         self._mask = None if mask is None else _checked_mask(mask)
         self._cache = cache
-        self._open = self._rows = {}  # layer -> (q, k, v) of the pass that is open, and of the last whole one
+        # layer -> (q, k, v), of the pass that is open (None without one) and of the last whole one
+        self._open, self._rows = None, {}
 
     @property
     def queries(self):
@@ -51,18 +55,28 @@ class Tap:
         return self._stacked(2)
 
     def begin(self, n):
-        """The positions of n tokens, int64 (n,). Raises ValueError for a mask of another size."""
-        self._open = {}
+        """The positions of n tokens, int64 (n,). Raises what the cache raises; ValueError for n < 1 or
+        a mask of another size."""
         if self._cache is not None:
-            return self._cache.begin(n)
+            positions = self._cache.begin(n)
+            self._open = {}
+            return positions
+        if n < 1:
+            raise ValueError(f"a pass over {n} tokens is empty: give at least 1")
         if self._mask is not None and len(self._mask) != n:
             raise ValueError(
                 f"the mask is {self._mask.shape}, the pass has {n} tokens: give one of ({n}, {n})"
             )
+        self._open = {}
         return np.arange(n)
 
     def attend(self, layer, q, k, v, rotate=None):
-        """Attention of q over the rows it may see, (num_heads, n, head_dim); q, k, v are kept as copies."""
+        """Attention of q over the rows it may see, (num_heads, n, head_dim); q, k, v are kept as copies.
+
+        Raises RuntimeError without an open pass.
+        """
+        if self._open is None:
+            raise RuntimeError("no pass is open: call begin(n) before attend()")
         self._open[layer] = q.copy(), k.copy(), v.copy()
         if self._cache is not None:
             return self._cache.attend(layer, q, k, v, rotate)
@@ -74,13 +88,17 @@ class Tap:
         return masked_attention(q, k, v, self._mask)
 
     def commit(self):
-        """The pass is whole: what it left can be read."""
+        """The pass is whole: what it left can be read. Raises RuntimeError when a layer has not attended."""
+        missing = [layer for layer in range(self.config.num_layers) if layer not in (self._open or {})]
+        if missing:
+            raise RuntimeError(f"layers {missing} were not attended in this pass: call abort()")
         if self._cache is not None:
             self._cache.commit()
-        self._rows = self._open
+        self._rows, self._open = self._open, None
 
     def abort(self):
         """The pass failed: the rows of the one before stay readable."""
+        self._open = None
         if self._cache is not None:
             self._cache.abort()
 
@@ -106,7 +124,7 @@ def masked_attention(q, k, v, mask):
 
 
 def _checked_mask(mask):
-    mask = np.asarray(mask)
+    mask = np.array(mask)  # a copy: what the caller changes later must not slip past the checks
     if mask.dtype != bool or mask.ndim != 2 or mask.shape[0] != mask.shape[1]:
         raise ValueError(f"the mask is {mask.dtype} {mask.shape}: give a boolean (T, T)")
     blind = np.flatnonzero(~mask.any(axis=1))

@@ -52,9 +52,12 @@ class KVCache(ABC):
         self._written = set()  # layers that have stored their rows in the open pass
 
     @classmethod
-    def for_model(cls, model, max_seq_len=None):
-        """An empty cache for this model, with room for `max_seq_len` tokens (default: all it can)."""
-        return cls(model.config, max_seq_len)
+    def for_model(cls, model, max_seq_len=None, **options):
+        """An empty cache for this model, with room for `max_seq_len` tokens (default: all it can).
+
+        `options` are the class's own, such as the first `capacity` of a GrowingCache.
+        """
+        return cls(model.config, max_seq_len, **options)
 
     @property
     def seq_len(self):

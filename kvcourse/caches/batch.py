@@ -4,6 +4,8 @@ import operator
 
 import numpy as np
 
+from kvcourse.caches.base import KVCache
+
 
 class BatchView:
     """A ragged batch: the new tokens of several sequences laid end to end.
@@ -22,6 +24,9 @@ class BatchView:
             raise ValueError("a batch of 0 sequences is empty: give at least 1 cache")
         if len(caches) != len(lengths):
             raise ValueError(f"{len(caches)} caches but {len(lengths)} lengths: give one length a cache")
+        for cache in caches:
+            if not isinstance(cache, KVCache):
+                raise TypeError(f"a {type(cache).__name__} in the batch: every sequence needs a KVCache")
         if len({id(c) for c in caches}) < len(caches):
             raise ValueError("the same cache stands twice in the batch: give each sequence its own")
         if min(lengths) < 1:

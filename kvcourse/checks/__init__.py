@@ -38,7 +38,7 @@ class Exercise:
     """A registered check: ``judge(run) -> mistake or None``, and the line for a right answer."""
 
     name: str
-    judge: Callable[[Run], str | None]
+    judge: Callable[[Run], str | Verdict | None]
     right: str
     todo: str
 
@@ -54,9 +54,9 @@ class _Stop(Exception):
 class Run:
     """Calls the reader's function for a check, and turns every way to fail into one line.
 
-    ``run(*args, **kwargs)`` returns what the function returned, a NumPy scalar as a Python one. Containers
-    and arrays are handed over as copies, so that the check's own inputs stay whole and a function that
-    changes its input is caught.
+    ``run(*args, **kwargs)`` returns what the function returned; a NumPy scalar or a one-number tensor comes
+    as a Python number, also within a tuple. Containers and arrays are handed over as copies, so that the
+    check's own inputs stay whole and a function that changes its input is caught.
     """
 
     def __init__(self, function: Callable[..., Any], todo: str) -> None:
@@ -81,8 +81,7 @@ class Run:
         except BaseException as error:
             raise _Stop(self._wrong(f"your function raised {_cause(error)}")) from None
         self.calls += 1
-        if isinstance(self.result, (np.generic, np.ndarray)) and self.result.ndim == 0:
-            self.result = self.result.item()
+        self.result = _plain(self.result)
         if self.result is None or self.result is Ellipsis:
             if self.calls == 1:
                 raise _Stop(Verdict(NOT_DONE, self._todo))
@@ -98,9 +97,19 @@ class Run:
         return Verdict(WRONG, f"{message} (called with {self.last})" if self.last else message)
 
 
+def _plain(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(_plain(item) for item in value)
+    if getattr(value, "ndim", None) == 0 and hasattr(
+        value, "item"
+    ):  # NumPy's scalars, 0-d arrays and tensors
+        return value.item()
+    return value
+
+
 def exercise(
     name: str, *, right: str, todo: str = "fill in the function above and run both cells again"
-) -> Callable[[Callable[[Run], str | None]], Callable[[Run], str | None]]:
+) -> Callable[[Callable[[Run], str | Verdict | None]], Callable[[Run], str | Verdict | None]]:
     """Register a check under its name.
 
     The decorated function gets ``run``, calls it like the reader's function, and returns a line that names
@@ -114,10 +123,11 @@ def exercise(
             if got != 2299:
                 return f"2,000 + 300 tokens with a cache: expected 2,299, got {short(got)}"
 
+    A check that can be handed in half done returns ``Verdict(NOT_DONE, "...")`` for what is right so far.
     ``right`` is shown for a right answer: say what it proves. Raises ``ValueError`` when the name is taken.
     """
 
-    def register(judge: Callable[[Run], str | None]) -> Callable[[Run], str | None]:
+    def register(judge: Callable[[Run], str | Verdict | None]) -> Callable[[Run], str | Verdict | None]:
         known = _EXERCISES.get(name)
         # The same function again is a reload of its module (autoreload), not a clash.
         if known is not None and (known.judge.__module__, known.judge.__qualname__) != (
@@ -168,6 +178,8 @@ def verdict(name: str, function: Any) -> Verdict:
         return run._wrong(
             f"your function returned {short(run.result)}, which this check cannot use ({_cause(error)})"
         )
+    if isinstance(mistake, Verdict):
+        return mistake
     return Verdict(RIGHT, found.right) if mistake is None else Verdict(WRONG, mistake)
 
 

@@ -295,8 +295,19 @@ def test_a_growing_cache_that_gets_no_memory_is_unchanged(monkeypatch):
 
 @pytest.mark.parametrize(
     "capacity, error, words",
-    [(0, ValueError, "outside 1 … 12"), (13, ValueError, "outside 1 … 12"), (2.0, TypeError, "whole number")],
+    [
+        (0, ValueError, "outside 1 … 12"),
+        (13, ValueError, "outside 1 … 12"),
+        (2.0, TypeError, "whole number"),
+        (True, TypeError, "whole number"),
+    ],
 )
 def test_impossible_first_capacity(capacity, error, words):
     with pytest.raises(error, match=words):
         kv.GrowingCache(CONFIG, capacity=capacity)
+
+
+def test_for_model_passes_a_class_s_own_options_on():
+    model = kv.load_model("austen-gpt2-draft")
+    assert kv.GrowingCache.for_model(model, capacity=4).capacity == 4
+    assert kv.GrowingCache.for_model(model, 64, capacity=32).max_seq_len == 64

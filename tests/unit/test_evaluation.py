@@ -20,6 +20,23 @@ def test_large_logits_do_not_overflow():
     assert logs.tolist() == [[0.0, -1000.0, -2000.0]]
 
 
+def test_each_row_has_its_own_maximum():
+    """One maximum for the whole array would make the lower row −inf − (−inf)."""
+    logits = np.array([[1000.0, 1000.0], [-1000.0, -1000.0]], np.float32)
+    np.testing.assert_allclose(evaluation.log_probabilities(logits), -math.log(2), rtol=1e-6)
+
+
+def test_a_long_text_is_summed_in_float64():
+    """float32 keeps 24 bits: 2²⁴ + 1 ones do not change a sum of 2²⁴ any more."""
+    log_probs = np.concatenate([[-(2.0**24)], -np.ones(1000)]).astype(np.float32)
+    bits = evaluation.bits_per_character(log_probs, 1)
+    assert bits == pytest.approx((2**24 + 1000) / math.log(2), rel=1e-12)
+
+
+def test_perplexity_beyond_float64_is_infinite():
+    assert evaluation.perplexity([-1e5]) == math.inf
+
+
 def test_row_t_predicts_token_t_plus_1():
     """Row 0 gives token 2 the probability 1/2, row 1 gives token 0 the probability 1/4; row 2 is not used."""
     logits = np.log(np.array([[1, 1, 2], [1, 1, 2], [9, 9, 9]], np.float32))
@@ -39,6 +56,17 @@ def test_the_model_cards_figure():
     assert 1.2 < bits < 1.7
 
 
+def test_one_row_predicts_nothing():
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        evaluation.next_token_log_probs(np.zeros((1, 4), np.float32), [1])
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+def test_an_id_without_a_column(bad):
+    with pytest.raises(ValueError, match=f"token id {bad} has no column among the 4"):
+        evaluation.next_token_log_probs(np.zeros((2, 4), np.float32), [1, bad])
+
+
 @pytest.mark.parametrize("ids", [[1], [1, 2], [[1, 2, 3]]])
 def test_rows_and_tokens_must_agree(ids):
     with pytest.raises(ValueError, match="one row per token"):
@@ -48,5 +76,10 @@ def test_rows_and_tokens_must_agree(ids):
 def test_impossible_input():
     with pytest.raises(ValueError, match="0 characters"):
         evaluation.bits_per_character(np.zeros(3), 0)
+    assert evaluation.bits_per_character([-math.log(2)], 1) == pytest.approx(1)
+    with pytest.raises(TypeError, match="give its length"):
+        evaluation.bits_per_character(np.zeros(3), "abc")
+    with pytest.raises(TypeError, match="whole numbers"):
+        evaluation.next_token_log_probs(np.zeros((2, 4), np.float32), [1.0, 2.0])
     with pytest.raises(ValueError, match="at least 1 token"):
         evaluation.perplexity(np.zeros(0))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kvcourse as kv
+from kvcourse import ops
 from kvcourse import tap as module
 
 
@@ -75,7 +76,17 @@ def test_one_line_errors(model):
     with pytest.raises(RuntimeError, match="nothing passed yet"):
         kv.Tap(config).keys  # noqa: B018
     with pytest.raises(ValueError, match="row 1 of the mask sees nothing"):
-        kv.Tap(config, mask=np.array([[True, False], [False, False]]))
+        kv.Tap(config, mask=np.array([[True, True], [False, False]]))
+    for wrong in (model, None, kv.ContiguousCache.for_model(model)):
+        with pytest.raises(TypeError, match="give model.config"):
+            kv.Tap(wrong)
+    for tokens in (0, -1):
+        with pytest.raises(ValueError, match="give at least 1"):
+            kv.Tap(config).begin(tokens)
+    with pytest.raises(RuntimeError, match="no pass is open"):
+        kv.Tap(config).attend(0, *[np.ones((4, 1, 64), np.float32)] * 3)
+    with pytest.raises(TypeError, match="a Tap in the batch"):
+        kv.BatchView([kv.Tap(config)], [1])
     for mask in (np.ones((2, 3), bool), np.ones((2, 2))):
         with pytest.raises(ValueError, match="give a boolean .T, T."):
             kv.Tap(config, mask=mask)
@@ -83,3 +94,93 @@ def test_one_line_errors(model):
         kv.Tap(config, mask=np.ones((1, 1), bool), cache=kv.ContiguousCache.for_model(model))
     with pytest.raises(TypeError, match="cache is a list"):
         kv.Tap(config, cache=[])
+
+
+TINY = kv.ModelConfig("tiny", "gpt2", 2, 2, 2, 4, 8, 16, 10, 12)
+
+
+def rows(value, n=2):
+    return [np.full((2, n, 4), value + kind, np.float32) for kind in (0, 10, 20)]
+
+
+def whole_pass(tap, value, n=2):
+    tap.begin(n)
+    for layer in range(2):
+        tap.attend(layer, *rows(value + layer, n))
+    tap.commit()
+
+
+def test_what_is_kept_is_a_copy():
+    """A model that reuses its arrays for the next layer must not change what was kept."""
+    tap, given = kv.Tap(TINY), rows(1)
+    tap.begin(2)
+    for layer in range(2):
+        tap.attend(layer, *given)
+    for array in given:
+        array[:] = -1
+    tap.commit()
+    assert [float(kept.min()) for kept in (tap.queries, tap.keys, tap.values)] == [1, 11, 21]
+
+
+def test_the_mask_is_a_copy(model, ids):
+    mask = np.tri(len(ids), dtype=bool)
+    tap = kv.Tap(model.config, mask=mask)
+    mask[:] = False
+    assert np.isfinite(model(ids, tap)).all()
+
+
+@pytest.mark.parametrize("cache", [None, kv.ContiguousCache(TINY)], ids=["alone", "through a cache"])
+def test_a_pass_with_a_layer_left_out_is_not_published(cache):
+    tap = kv.Tap(TINY, cache=cache)
+    whole_pass(tap, 1)
+    tap.begin(2)
+    tap.attend(0, *rows(5))
+    with pytest.raises(RuntimeError, match=r"layers \[1\] were not attended"):
+        tap.commit()
+    assert tap.keys.max() == 12
+    tap.abort()
+    with pytest.raises(RuntimeError, match="not attended"):  # nothing is open now
+        tap.commit()
+    whole_pass(tap, 3, n=1)
+    assert tap.keys.shape == (2, 2, 1, 4) and tap.keys.max() == 14
+
+
+def test_an_aborted_pass_reaches_the_cache(model, ids, monkeypatch):
+    """A layer raises in the middle of a pass through tap and cache: both are as before."""
+    cache = kv.ContiguousCache.for_model(model)
+    tap = kv.Tap(model.config, cache=cache)
+    model(ids[:4], tap)
+    kept, before = tap.keys, cache.export(0, 4)["keys"]
+    attend, calls = kv.Tap.attend, []
+
+    def failing(self, layer, *given):
+        calls.append(layer)
+        if layer == 3:
+            raise KeyboardInterrupt
+        return attend(self, layer, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv.Tap, "attend", failing)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[4:6], tap)
+    assert calls == [0, 1, 2, 3]
+    assert (cache.seq_len, cache.pending) == (4, 0)
+    assert (tap.keys == kept).all() and (cache.export(0, 4)["keys"] == before).all()
+    np.testing.assert_allclose(model(ids[4:6], tap), model(ids[:6])[4:], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("cache", [None, kv.ContiguousCache(TINY)], ids=["alone", "through a cache"])
+def test_queries_and_keys_are_rotated_and_kept_as_they_came(cache):
+    """Attention works on rows rotated by their positions; the tap shows them as they came."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 4)).astype(np.float32)
+
+    def rotate(x, positions):
+        return x * (1 + positions[None, :, None]).astype(np.float32)
+
+    tap = kv.Tap(TINY, cache=cache)
+    positions = tap.begin(3)
+    out = [tap.attend(layer, q, k, v, rotate) for layer in range(2)][0]
+    tap.commit()
+    expected = ops.attention(rotate(q, positions), rotate(k, positions), v, start=0)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    assert (tap.keys[0] == k).all() and (tap.queries[1] == q).all()
