@@ -4,7 +4,7 @@ from functools import cache
 from itertools import combinations
 
 from kvcourse import diagnosis
-from kvcourse.checks import Run, exercise, short
+from kvcourse.checks import NOT_DONE, Run, Verdict, exercise, short
 from kvcourse.figures.chapter_06 import pair
 from kvcourse.loading import load_model
 
@@ -55,7 +55,7 @@ def cheapest_probes(run: Run) -> str | None:
     right="all twelve letters have their right names. The next cell shows their lines.",
     todo="return a dict with a suspect's name for each letter, such as {'A': 'float16 rows', …}",
 )
-def diagnose(run: Run) -> str | None:
+def diagnose(run: Run) -> str | Verdict | None:
     """``diagnose()``: {letter: name of a suspect}, all twelve."""
     got = run()
     if not isinstance(got, dict):
@@ -71,7 +71,8 @@ def diagnose(run: Run) -> str | None:
             return _witness(letter, name, _table()[letter], _table()[owner[name]])
     missing = [letter for letter in diagnosis.LETTERS if letter not in got]
     if missing:
-        return f"right so far. No name yet for {', '.join(missing)}"
+        so_far = f"right so far, {len(got)} of {len(diagnosis.LETTERS)} letters"
+        return Verdict(NOT_DONE, f"{so_far}. No name yet for {', '.join(missing)}")
     return None
 
 

@@ -7,6 +7,7 @@ diff that the reader sees is the code that runs.
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 
 RIGHT = "right"  # stands where a letter does, for the specimen with no line changed
@@ -47,9 +48,9 @@ BUGS = {
     ),
     "C": Bug(
         "reset keeps the count",
-        "reset clears the rows and leaves seq_len as it is",
+        "reset leaves seq_len as it is: the rows of the text before still count",
         "        self.seq_len = 0",
-        "        self.k[:], self.v[:] = 0, 0",
+        "        seq_len = 0",
         "Cache.reset",
     ),
     "D": Bug(
@@ -164,7 +165,8 @@ def bug_of(letter):
 def diff(letter):
     """The one changed line of a letter, as three lines of text: where, the old line, the new one."""
     bug = bug_of(letter)
-    return f"{letter}, {bug.name}, in {bug.where}\n- {bug.old.strip(' ')}\n+ {bug.new.strip(' ')}"
+    old, new = dedent(f"{bug.old}\n{bug.new}").split("\n")  # by the same amount: indentation may be the bug
+    return f"{letter}, {bug.name}, in {bug.where}\n- {old}\n+ {new}"
 
 
 def named_rightly(names):

@@ -8,6 +8,7 @@ from kvcourse.figures import template as look
 
 # From an outcome to the strength of its color; the word in the cell says the same.
 STRENGTH = {"same": 0, "clean": 0, "close": 1, "other": 2, "wrong": 2, "error": 2}
+SIGN = {"error": "× "}  # no logits at all; as strong a color as wrong ones
 _SHADES = ("rgba(213,94,0,0)", "rgba(213,94,0,0.25)", "rgba(213,94,0,0.55)")
 
 
@@ -58,19 +59,19 @@ def kit_figure(data) -> go.Figure:
     words, marks = _words(data, rows, columns, shown)
     figure.add_trace(_text(words))
     figure.add_trace(_text(marks, textposition="middle right"))
+    figure.add_trace(_text([(-0.85, y, row, named(row)) for y, row in enumerate(rows)]))
     at = rows.index(data["letter"])
     figure.add_shape(
-        type="rect", x0=-0.5, x1=last - 0.5, y0=at - 0.5, y1=at + 0.5, line={"color": look.INK, "width": 2}
+        type="rect", x0=-1.15, x1=last + 1.15, y0=at - 0.5, y1=at + 0.5, line={"color": look.INK, "width": 2}
     )
     ticks = [f"{name.replace(' + ', ' +<br>')}<br>{data['costs'][name]}" for name in columns]
     ticks = [text if text.count("<br>") > 1 else f"<br>{text}" for text in ticks]  # all three lines high
     figure.update_xaxes(
         tickvals=[*range(last), last + 0.15], ticktext=[*ticks, "<br>confused<br>with"],
-        range=[-0.5, last + 1.2], side="top", showline=False, ticks="", fixedrange=True,
+        range=[-1.2, last + 1.2], side="top", showline=False, ticks="", fixedrange=True,
     )  # fmt: skip
     figure.update_yaxes(
-        tickvals=list(range(len(rows))), ticktext=rows, range=[len(rows) - 0.5, -0.5],
-        showline=False, ticks="", fixedrange=True,
+        range=[len(rows) - 0.5, -0.5], showticklabels=False, showline=False, ticks="", fixedrange=True,
     )  # fmt: skip
     figure.update_layout(showlegend=False, margin={"t": 10, "b": 10, "l": 10, "r": 10})
     return figure
@@ -83,7 +84,7 @@ def _cell(data, row, name):
 def _words(data, rows, columns, shown):
     """(x, y, text, hover) of the words in the cells, and of the names at the right."""
     words = [
-        (x, y, text or "·", f"{rows[y]}, {columns[x]}: {text or 'not run'}")
+        (x, y, SIGN.get(text, "") + text or "·", f"{rows[y]}, {columns[x]}: {text or 'not run'}")
         for y, line in enumerate(shown)
         for x, text in enumerate(line)
     ]

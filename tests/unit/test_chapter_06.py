@@ -71,11 +71,22 @@ def test_the_sentence_says_cost_pairs_and_outcomes():
 
 def test_an_outcome_that_was_not_paid_for_is_not_drawn():
     drawn = figures.kit_figure(figures.kit(SMALL, COSTS, "Y", ["one"]))
-    map_, words, marks = drawn.data
+    map_, words, marks, names = drawn.data
     assert [list(row) for row in map_.z] == [[2, None], [2, None], [0, None], [0, None]]
     assert list(words.text) == ["wrong", "·", "wrong", "·", "same", "·", "same", "·"]
     assert list(marks.text) == ["Y", "X", "right", "Z"]
+    assert list(names.text) == list(SMALL)
+    frame = drawn.layout.shapes[0]  # around the whole row, its name and those it is confused with
+    assert frame.y0 < names.y[1] == words.y[2] == marks.y[1] < frame.y1
+    assert frame.x0 < min(names.x) and frame.x1 > max(marks.x)
     assert drawn.layout.height <= template.MAX_HEIGHT
+
+
+def test_an_error_has_another_sign_than_a_wrong_answer():
+    table = {"X": {"one": "wrong"}, "right": {"one": "error"}}
+    words = figures.kit_figure(figures.kit(table, {"one": 10}, "X", ["one"])).data[1]
+    assert list(words.text) == ["wrong", "× error"]
+    assert list(words.customdata) == ["X, one: wrong", "right, one: error"]
 
 
 def test_the_table_of_words():
@@ -148,6 +159,16 @@ def test_a_wrong_name_is_answered_with_a_probe_that_tells_the_two_apart(solution
                 probe, claimed, seen = verdict.message.split("'")[3:8:2]
                 assert (table[letter][probe], table[other][probe]) == (seen, claimed) and seen != claimed
                 assert names[letter] not in verdict.message  # the right name is not given away
+
+
+def test_an_unfinished_dict_that_is_right_so_far_is_not_called_wrong(solution):
+    two = dict(list(solution.diagnose().items())[:2])
+    said = checks.verdict("06.diagnose", lambda: two)
+    assert said.status == checks.NOT_DONE
+    assert str(said) == (
+        "not done yet: right so far, 2 of 12 letters. No name yet for C, D, E, F, G, H, I, J, K, L"
+    )
+    assert checks.verdict("06.diagnose", lambda: two | {"C": two["A"]}).status == checks.WRONG
 
 
 def test_the_check_never_names_a_cheaper_set():

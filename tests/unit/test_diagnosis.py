@@ -141,6 +141,31 @@ def test_only_letters_that_are_named_rightly_are_shown():
     ]
 
 
+@pytest.mark.parametrize("letter", diagnosis.LETTERS)
+def test_a_diff_shows_two_different_lines(letter):
+    where, old, new = diagnosis.diff(letter).split("\n")
+    assert old[2:] != new[2:] and (old[:2], new[:2]) == ("- ", "+ ")
+    assert not (old[2:].startswith(" ") and new[2:].startswith(" "))
+
+
+def test_a_diff_keeps_an_indentation_that_is_the_bug():
+    assert diagnosis.diff("F").split("\n")[1:] == [
+        "- cache.seq_len += len(ids)",
+        "+     cache.seq_len += len(ids)",
+    ]
+
+
+def test_a_reset_that_keeps_the_count_leaves_the_rows_too(model):
+    """Question 1 of the page: the first text goes on counting, so its words can come back."""
+    session = diagnosis.Session(model, diagnosis.faulty("C"))
+    session.passed(probes.TEXT[:8])
+    before = session.cache.k.copy()
+    session.cache.reset()
+    assert np.array_equal(session.cache.k, before) and session.cache.seq_len == 8
+    got = session.passed(probes.OTHER)
+    assert np.abs(got - model(probes.TEXT[:8] + probes.OTHER)[8:]).max() < TOLERANCE
+
+
 # --- the probes ---------------------------------------------------------------------------
 
 
@@ -165,6 +190,7 @@ def test_the_reference_set_is_the_only_cheapest_one(table):
     assert [chosen for chosen, price in working.items() if price == lowest] == [CHEAPEST]
     assert lowest == diagnosis.cost(CHEAPEST) == 16 + 16 + 24 + 16
     assert len(CHEAPEST) >= 3
+    assert frozenset.intersection(*working) == {"layers"}  # the hint: the only one that no set can leave out
 
 
 def test_taking_the_best_next_probe_is_not_enough(table):
@@ -269,6 +295,16 @@ def test_the_dye_finds_unwritten_rows_and_only_those(table):
     assert {diagnosis.bug_of(letter).name for letter in again} == {"truncate keeps one"}
     again = {letter for letter in diagnosis.LETTERS if table[letter]["dye + reset"] == "NaN 2"}
     assert {diagnosis.bug_of(letter).name for letter in again} == {"reset keeps the count"}
+
+
+@pytest.mark.parametrize("bad, said", [(0, "layer 1"), (3, "layer 4"), (5, "same")])
+def test_attention_of_one_layer_shows_in_the_rows_of_the_next(model, bad, said):
+    """Round 3 of the page: after the last layer no row is stored."""
+    line = "    out = attend(q, keys, values, cache.seq_len)  # (heads, T, head_dim)"
+    start = f"0 if layer == {bad} else cache.seq_len"
+    program = diagnosis.with_line(line, line.replace("cache.seq_len", start))
+    assert diagnosis.outcome(model, program, "layers") == said
+    assert diagnosis.outcome(model, program, "step") == "wrong"
 
 
 def test_count_per_layer_is_silent_where_there_is_room(model):
