@@ -182,8 +182,7 @@ def outcome(model, code, name):
 
     Raises KeyError for a probe that there is not.
     """
-    if name not in PROBES:
-        raise KeyError(f"no probe {name!r}: the kit has {', '.join(PROBES)}")
+    _check(name)
     try:
         return PROBES[name].run(model, code)
     except (ValueError, IndexError):  # what NumPy raises for rows that do not fit
@@ -199,7 +198,15 @@ def symptoms(model):
 
 
 def cost(probes):
-    """Positions passed by these probes together; each starts with a new cache of its own."""
+    """Positions passed by these probes together; each starts with a new cache of its own.
+
+    Raises KeyError for a probe that there is not, TypeError for one name in place of several.
+    """
+    if isinstance(probes, str):
+        raise TypeError(f"probes is the text {probes!r}: give a list of names, [{probes!r}]")
+    probes = list(probes)
+    for name in probes:
+        _check(name)
     return sum(PROBES[name].cost for name in probes)
 
 
@@ -207,3 +214,8 @@ def confused(table, probes):
     """Pairs of rows of `symptoms` that these probes cannot tell apart, in the table's order."""
     seen = {letter: tuple(row[name] for name in probes) for letter, row in table.items()}
     return [(one, other) for one, other in combinations(table, 2) if seen[one] == seen[other]]
+
+
+def _check(name):
+    if name not in PROBES:
+        raise KeyError(f"no probe {name!r}: the kit has {', '.join(PROBES)}")

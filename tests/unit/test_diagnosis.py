@@ -313,3 +313,10 @@ def test_count_per_layer_is_silent_where_there_is_room(model):
     cache = program.Cache(model.config, 1024)
     logits = program.gpt2(probes.TEXT[:8], model.params, model.config, cache)
     assert cache.seq_len == 6 * 8 and diagnosis.compared(logits, model(probes.TEXT[:8])) == "wrong"
+
+
+def test_a_probe_that_there_is_not():
+    with pytest.raises(KeyError, match="no probe 'x': the kit has prefill"):
+        diagnosis.cost(["prefill", "x"])
+    with pytest.raises(TypeError, match="give a list of names"):
+        diagnosis.cost("prefill")
