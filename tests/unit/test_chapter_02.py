@@ -189,6 +189,15 @@ def test_the_leaking_sentences_rest_on_changes_above_rounding(model, ids, tokeni
     assert panel.data["levels"][5][8] is None and -4.3 < panel.data["levels"][5][9] < -3.3
 
 
+def test_the_leak_reaches_six_rows_of_logits_back(model, ids, tokenizer):
+    (token,) = tokenizer.encode(" door")
+    mask = figures.mask_of(figures.LEAKING, T)
+    before, after = (model(text, kv.Tap(model.config, mask=mask)) for text in (ids, replaced(ids, 7, token)))
+    change = np.abs(after - before).max(axis=1)
+    # 6e-5, far above one rounding of a logit of size 10 (1e-6): no processor rounds it to zero.
+    assert change[0] == 0 and change[1] > 2e-5
+
+
 # --- the panel ---------------------------------------------------------------------------
 
 REPLACEMENTS = [" door", " day", " world", " love", " Emma", " not", ",", "?"]
@@ -270,12 +279,12 @@ def test_zero_is_bare_and_the_smallest_change_is_not():
     assert cells.z[0][0] is None and cells.z[0][2] is None
     assert cells.z[1][0] > 0 and cells.z[1][0] < cells.z[1][1] < cells.z[0][1] < cells.z[1][2]
     assert "exactly as before" in cells.text[0][0] and "layer 1, position 1: key changed" in cells.text[1][1]
-    assert cells.colorbar.ticktext[0] == "1e-05" and cells.colorbar.ticktext[-1] == "100"
+    assert cells.colorbar.ticktext[0] == "0.00001" and cells.colorbar.ticktext[-1] == "100"
     assert len(cells.colorbar.ticktext) == len(cells.colorbar.tickvals) == 8
 
 
 def test_tokens_without_letters_get_a_sign():
-    assert figures.change_figure(DATA).layout.xaxis.ticktext == ("0<br>a", "1<br>⏎", "2<br>␣")
+    assert figures.change_figure(DATA).layout.xaxis.ticktext == ("0<br>a", "1<br><br>⏎", "2<br>␣")
 
 
 @given(st.lists(st.lists(st.sampled_from([None, 0.5]), min_size=4, max_size=4), min_size=1, max_size=5))
