@@ -86,7 +86,7 @@ def next_token_figure(data: dict) -> go.Figure:
             text=[percent_text(row["percent"]) for _, row in rows],
             textposition="outside",
             cliponaxis=False,
-            customdata=[[row["label"], row["place"]] for _, row in rows],
+            customdata=[[look.plain(row["label"]), row["place"]] for _, row in rows],
             hovertemplate="%{customdata[0]}: %{x} %, place %{customdata[1]:,}<extra></extra>",
         )
     figure.update_layout(barmode="overlay")
@@ -102,7 +102,8 @@ def next_token_figure(data: dict) -> go.Figure:
 
 def _tick(row: dict) -> str:
     # The last row may hold a token from far down; its place says that rows are left out between.
-    return row["label"] if row["place"] <= BARS else f"{row['label']} (place {row['place']:,})"
+    label = look.plain(row["label"])
+    return label if row["place"] <= BARS else f"{label} (place {row['place']:,})"
 
 
 def percent_text(percent: float) -> str:

@@ -126,7 +126,7 @@ def _tick(i, piece):
 
 
 def _shown(piece):
-    return piece.replace("\n", "⏎").strip() or "␣"
+    return look.plain(piece.replace("\n", "⏎").strip()) or "␣"
 
 
 def change_text(data):

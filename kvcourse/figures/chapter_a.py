@@ -41,7 +41,7 @@ def triangle_figure(pieces: Sequence[str]) -> go.Figure:
     hatch = {"shape": look.HATCH, "fgcolor": look.MASKED, "solidity": 0.4}
     figure.add_trace(_cells(masked, "masked: the key comes later", {"color": look.PAPER, "pattern": hatch}))
     figure.update_layout(barmode="overlay", bargap=0.06)
-    labels = [f"{position} {quoted(piece)}" for position, piece in enumerate(pieces)]
+    labels = [f"{position} {look.plain(quoted(piece))}" for position, piece in enumerate(pieces)]
     ticks = {"tickvals": list(range(T)), "ticktext": labels, "ticks": "", "showgrid": False}
     figure.update_xaxes(range=[-0.5, T - 0.5], **ticks, **KEY_LINE)
     figure.update_yaxes(range=[T - 0.5, -0.5], **ticks, **QUERY_LINE)
@@ -136,7 +136,7 @@ def attention_figure(data: dict) -> go.Figure:
     figure.add_trace(_scale())
     frame = {"type": "rect", "x0": -0.5, "x1": query + 0.5, "y0": query - 0.5, "y1": query + 0.5}
     figure.add_shape(**frame, line={"color": look.INK, "width": 2.5})
-    labels = [f"{quoted(piece)} {position}" for position, piece in enumerate(pieces)]
+    labels = [f"{look.plain(quoted(piece))} {position}" for position, piece in enumerate(pieces)]
     ticks = {"tickvals": list(range(T)), "ticks": "", "showgrid": False}
     axis = figure.layout.template.layout.xaxis.to_plotly_json()
     figure.update_layout(
@@ -149,7 +149,7 @@ def attention_figure(data: dict) -> go.Figure:
         yaxis3={"domain": [0.93, 1], "anchor": "x3", "visible": False},
         margin={"t": 12},
     )
-    figure.layout.xaxis2.title.text = f"weights of query {query}, {quoted(pieces[query])} (%)"
+    figure.layout.xaxis2.title.text = f"weights of query {query}, {look.plain(quoted(pieces[query]))} (%)"
     return figure
 
 
@@ -188,7 +188,7 @@ def _row_bars(data: dict) -> go.Bar:
 
 
 def _hover(data: dict) -> list[list[str]]:
-    pieces = data["pieces"]
+    pieces = [look.plain(piece) for piece in data["pieces"]]
     return [
         [
             f"query {r} {quoted(pieces[r])} gives key {c} {quoted(pieces[c])} {cell:g} %"

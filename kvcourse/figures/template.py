@@ -18,6 +18,7 @@ opacity is still recognized, because plotly writes the opacity apart.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 
@@ -103,6 +104,11 @@ TEMPLATE = go.layout.Template(
         "bargap": 0.15,
     }
 )
+
+
+def plain(text: str) -> str:
+    """Text for a label or a hover of a figure as it stands: plotly would read "<b>" or "&amp;" as markup."""
+    return html.escape(text, quote=False)
 
 
 def new_figure(

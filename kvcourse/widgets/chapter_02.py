@@ -51,8 +51,6 @@ def change_panel(model, tokenizer, ids, replacements):
         if count != 1:
             raise ValueError(f"the replacement {text!r} is {count} tokens: give texts of one token")
     passes = Passes(model, tokenizer, ids)
-    which = ipywidgets.ToggleButtons(options=[figures.KEYS, figures.VALUES], description="show")
-    which.add_class("widget-inline-hbox")  # the label beside the buttons, in line with the other controls
     return Panel(
         "a changed token",
         {
@@ -63,7 +61,7 @@ def change_panel(model, tokenizer, ids, replacements):
                 options=[(f"“{text}”", text) for text in replacements], description="becomes"
             ),
             "mask": ipywidgets.Dropdown(options=list(figures.MASKS), description="mask"),
-            "which": which,
+            "which": ipywidgets.ToggleButtons(options=[figures.KEYS, figures.VALUES], description="show"),
         },
         compute=partial(_compute, passes),
         figure=figures.change_figure,

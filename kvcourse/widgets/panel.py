@@ -274,6 +274,9 @@ def _lay_out(name: str, control: ipywidgets.Widget) -> None:
         width = "auto"
     elif isinstance(control, (ipywidgets.RadioButtons, ipywidgets.ToggleButtons)):
         width = "auto"
+        if isinstance(control, ipywidgets.ToggleButtons):
+            # The label beside the buttons, in line with the other controls, and not above them.
+            control.add_class("widget-inline-hbox")
     elif isinstance(control, (ipywidgets.Dropdown, ipywidgets.Combobox)):
         labels = getattr(control, "_options_labels", None) or getattr(control, "options", ())
         longest = max((len(str(option)) for option in labels), default=10)

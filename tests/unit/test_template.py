@@ -2,9 +2,11 @@
 
 import itertools
 
+import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from kvcourse.figures import chapter_00, chapter_02, chapter_04, chapter_05, chapter_a
 from kvcourse.figures import template as look
 
 # The table of the visual language: meaning -> color.
@@ -129,3 +131,47 @@ def test_helpers_make_figures_that_plotly_accepts():
     figure = look.new_figure("x", "y")
     figure.add_trace(look.here([1], [2], name="a"))
     assert isinstance(figure, go.Figure) and len(figure.data) == 1
+
+
+def test_token_texts_are_no_markup():
+    """Tokens such as "<b>" or "&lt;" are shown as they are, in every figure that names tokens."""
+    assert look.plain('a <b> & "q"') == 'a &lt;b&gt; &amp; "q"'
+    pieces = ["<b>", "&lt;", "x"]
+    weights = np.full((1, 1, 3, 3), 1 / 3, np.float32)
+    before = np.zeros((1, 1, 3, 4), np.float32)
+    logits = np.array([3.0, 2.0, 1.0], np.float32)
+    rows = np.ones((1, 1, 3), np.float32)
+    passed = chapter_04.Pass(
+        "decode", 2, tuple(pieces), "<b>", (0, 0, 1), weights[:, :, 2:], keys=rows, values=rows, head_dim=4
+    )
+    two = np.stack([logits, logits])
+
+    def word(token):
+        return pieces[token]
+
+    drawn = {
+        "00": chapter_00.next_token_figure(chapter_00.next_token(two, pieces, [0, 1, 2], 1, 1.0)),
+        "a": chapter_a.attention_figure(chapter_a.attention(weights, pieces, 0, 0, 2)),
+        "a triangle": chapter_a.triangle_figure(pieces),
+        "02": chapter_02.change_figure(chapter_02.change(before, before + 1, pieces, 0)),
+        "04": chapter_04.steps_figure(chapter_04.steps({1: [passed]}, 0, 1, 0, 0)),
+        "05": chapter_05.compare_figure(
+            chapter_05.compare(0, "float32", False, two, dict.fromkeys(chapter_05.FORMATS, two), word)
+        ),
+    }
+    for name, figure in drawn.items():
+        texts = list(strings(figure.to_plotly_json()))
+        assert any("&lt;b&gt;" in text for text in texts), name
+        assert not any("<b>" in text for text in texts), name
+
+
+def strings(value):
+    """Every text in a figure, wherever it stands."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from strings(item)
