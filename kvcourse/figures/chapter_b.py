@@ -12,10 +12,10 @@ from kvcourse.figures import template as look
 # Exponent bits and fraction bits; in front of both stands one bit for the sign.
 FORMATS = {"float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
 
-# Not the colors of K, V or Q, which mean something else on every page; a third of full strength, so that
-# digits in the theme's text color stay readable on them.
+# Not the colors of K, V or Q, which mean something else on every page, nor close to one; pale, so that digits
+# in the theme's text color stay readable on them.
 EXPONENT = "rgba(204,121,167,0.4)"
-FRACTION = "rgba(86,180,233,0.4)"
+FRACTION = "rgba(128,128,128,0.25)"
 
 LABELS = 140  # px left of the cells, room for "−3.17859644e−07"
 
@@ -245,7 +245,9 @@ def _number_line(figure: go.Figure, data: dict) -> None:
         ticklen=10,
         tickwidth=2,
     )
-    cross = {"symbol": "x", "size": 11, "color": look.WRONG}
+    # Rounding is no error; what becomes infinite is.
+    color = look.WRONG if math.isinf(data["stored"]) else look.INK
+    cross = {"symbol": "x", "size": 11, "color": color}
     dot = {"symbol": "circle", "size": 13, "color": look.INK}
     for name, key, height, marker in (
         ("the number itself", "exact", 0.6, cross),
@@ -276,7 +278,7 @@ def _number_line(figure: go.Figure, data: dict) -> None:
         text="",
         arrowhead=2,
         arrowwidth=2,
-        arrowcolor=look.WRONG,
+        arrowcolor=color,
     )
 
 
@@ -294,7 +296,7 @@ def bits_text(data: dict) -> str:
     error = f"off by {shown(100 * off / abs(exact), 2)} %" if off else "exactly"
     return (
         f"{start} is stored as {shown(stored)}, {error}. Bits: {reading(stored, format)}. "
-        f"Neighbors: {shown(data['below'])} and {shown(data['above'])}."
+        f"Beside it: {shown(data['below'])} and {shown(data['above'])}."
     )
 
 

@@ -111,11 +111,11 @@ NUMBERS = {"a logit": 13.421344757080078, "minus a third": -1 / 3, "2,049": 2049
     [
         ("a logit", 0, "bfloat16", "13.421 is stored as 13.4375, off by 0.12 %. Bits: 2^3 × (1 + 87/128)"),
         ("2,049", 0, "float16", "stored as 2,048, off by 0.049 %. Bits: 2^11 × (1 + 0/1,024)"),
-        ("2,049", 0, "float16", "Neighbors: 2,047 and 2,050."),
+        ("2,049", 0, "float16", "Beside it: 2,047 and 2,050."),
         ("2,049", 0, "float32", "stored as 2,049, exactly"),
         ("2,049", 5, "float16", "beyond the largest number, 65,504, and becomes ∞."),
         ("minus a third", 32, "float16", "and becomes −∞."),
-        ("65,504", 0, "float16", "Neighbors: 65,472 and ∞."),
+        ("65,504", 0, "float16", "Beside it: 65,472 and ∞."),
         (
             "a logit",
             -32,
@@ -160,6 +160,13 @@ def test_cells_are_the_bits_part_by_part():
     assert cut_off.marker.pattern.shape == template.HATCH
     frame = drawing.layout.shapes[0]
     assert frame.x1 - frame.x0 == pytest.approx(16.1) and frame.y0 < 1 < frame.y1
+
+
+def test_the_number_is_in_the_color_of_wrong_only_when_it_becomes_infinite():
+    for power, wrong in ((0, False), (-32, False), (5, True)):
+        drawing = figures.bits_figure(figures.bits(NUMBERS, "2,049", power, "float16"))
+        (cross,) = (trace for trace in drawing.data if trace.name == "the number itself")
+        assert (cross.marker.color == template.WRONG) is wrong
 
 
 def test_panel_is_fast_at_every_extreme_and_refuses_nothing_to_choose():
@@ -438,9 +445,10 @@ def test_the_product_underflows_well_before_and_after_the_named_token(read):
         assert running[count - 1] < -bits * math.log(2) - 0.5
 
 
-def test_the_largest_logit_is_no_tie_to_three_decimals(read):
+def test_the_largest_logits_are_no_ties(read):
     *_, together, in_chunks = read
     assert_clear([(float(together.max()), float(in_chunks.max()))], 3)
+    assert_clear([(float(together[:64].max()), float(in_chunks[:64].max()))], 1)
 
 
 def test_the_rows_that_overflow_in_float16_are_clear(read):
@@ -475,6 +483,13 @@ def test_weights_in_bfloat16_change_the_bits_by_what_the_page_prints(read):
         changes.append(100 * abs(bits[1] / bits[0] - 1))
         rounded_bits.append(bits[1])
     assert_clear([tuple(changes), tuple(rounded_bits)], 3)
+
+
+def test_bfloat16_takes_three_bits_of_the_weights_and_they_are_000_in_one_of_eight(read):
+    model, *_ = read
+    patterns = np.concatenate([weights.reshape(-1).view(np.uint32) for weights in model.params.values()])
+    assert not (patterns & 0x1FFF).any()  # float32 has 13 fraction bits more than float16
+    assert (patterns & 0xE000 == 0).mean() == pytest.approx(1 / 8, abs=0.001)  # 5.5 million weights: ± 0.0001
 
 
 def test_mean_rounding_errors_are_no_ties(read):
