@@ -14,8 +14,8 @@ from kvcourse.figures import template as look
 BLOG_TOKENS, BLOG_DIFFERENCE = 100, 0.0027
 
 FORMATS = ["float32", "float16", "bfloat16"]
-# A difference is said to this unit: its further digits change with the processor.
-_UNIT = {"float32": 0.001, "float16": 0.001, "bfloat16": 0.01}
+# A float32 difference is all rounding, and its digits change with the processor: said as below this.
+_FLOAT32_BELOW = 0.001
 
 BEST = 10  # tokens shown of the vocabulary
 _DIFFERENCE = "#CC79A7"  # free of a meaning in the course's palette
@@ -90,7 +90,8 @@ def compare_figure(data):
         ("uncached pass", data["uncached"], "circle-open", 15),
         ("cached pass", data["cached"], "circle", 6),
     ):
-        hover = [f"{word}, {name}: {value:,.4f}" for word, value in zip(data["words"], values, strict=True)]
+        pairs = zip(data["words"], values, strict=True)
+        hover = [f"{look.plain(word)}, {name}: {value:,.4f}" for word, value in pairs]
         marker = {"symbol": symbol, "size": size, "color": look.INK, "line": {"width": 2}}
         figure.add_scatter(
             x=values,
@@ -104,7 +105,7 @@ def compare_figure(data):
     figure.update_yaxes(
         tickmode="array",
         tickvals=places,
-        ticktext=data["words"],
+        ticktext=[look.plain(word) for word in data["words"]],
         range=[len(places) - 0.4, -0.6],
         showgrid=False,
     )
@@ -189,7 +190,7 @@ def compare_text(data):
 
 
 def _said(data):
-    unit = _UNIT[data["rows"]]
-    digits = len(str(unit)) - 2
-    said = f"{data['difference']:.{digits}f}"
-    return said if float(said) > 0 else f"below {unit}"
+    """The difference: two digits, so that twice of it agrees with the verdict; for float32 a bound."""
+    if data["rows"] == "float32" and data["difference"] < _FLOAT32_BELOW:
+        return f"below {_FLOAT32_BELOW}"
+    return f"{data['difference']:.2g}"

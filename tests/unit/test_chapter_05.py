@@ -153,16 +153,27 @@ def test_the_period_of_a_text(chapter):
     assert chapter["period"]([1, 2, 3, 4]) is None
 
 
-@pytest.mark.parametrize("temperature, top_p", [(0.8, 0.9), (0.8, 1.0), (1.0, 0.5)])
-def test_the_pieces_are_the_samplers(chapter, model, tok, temperature, top_p):
+def test_the_pieces_are_the_samplers(chapter, model, tok):
     ids = tok.encode(PROMPT)
-    text = kv.generate(model, ids, max_new_tokens=15, sampler=kv.sampled(temperature, top_p, seed=3))
-    logits = model([*ids, *text[:-1]])[len(ids) - 1 :]
-    for draw, row, token in zip(np.random.default_rng(3).random(15), logits, text, strict=True):
-        order = chapter["kept"](row, temperature, top_p)
-        edges = chapter["pieces"](row, order, temperature)
-        assert edges[-1] == 1 and (np.diff(edges) >= 0).all()
-        assert order[np.searchsorted(edges, draw, side="right")] == token
+    text = kv.generate(model, ids, max_new_tokens=15, sampler=kv.sampled(0.8, seed=3))
+    for draw, row, token in zip(
+        np.random.default_rng(3).random(15), forced(model, ids, text), text, strict=True
+    ):
+        assert chapter["token_at"](draw, row) == token
+
+
+def test_the_pieces_of_three_tokens(chapter):
+    """The page's table: edges 0.42, 0.71 and 1, the second moves to 0.7098."""
+    old, new = (0.8 * np.log(sizes) for sizes in ([0.42, 0.29, 0.29], [0.42, 0.2898, 0.2902]))
+    starts, ends = chapter["pieces"](old)
+    np.testing.assert_allclose(starts, [0, 0.42, 0.71])
+    np.testing.assert_allclose(ends, [0.42, 0.71, 1])
+    # The likeliest comes first, so the third token of the new line lies before the second.
+    assert chapter["pieces"](new)[0].argsort().tolist() == [0, 2, 1]
+    new = 0.8 * np.log([0.42, 0.2902, 0.2898])
+    assert chapter["share_changed"](old, old) == pytest.approx(0, abs=1e-12)
+    assert chapter["share_changed"](old, new) == pytest.approx(0.0002)
+    assert [chapter["token_at"](0.7101, row) for row in (old, new)] == [2, 1]
 
 
 # --- what the page prints is the same on every processor ----------------------------------------
@@ -191,10 +202,6 @@ def test_flips_of_the_greedy_text(chapter, processors, tok):
                 np.flatnonzero(figures.flip_possible(margin, difference)).tolist(),
                 np.flatnonzero(cached.argmax(axis=-1) != uncached.argmax(axis=-1)).tolist(),
             )
-            if name == "bfloat16":
-                assert (difference[[0, 24, 36]] > 0.0055).all() and (difference[[0, 24, 36]] < 0.0145).all()
-            else:
-                assert 0.0006 < difference[24] < 0.0014
         assert found == {"float16": ([], []), "bfloat16": ([24, 36], [24])}
 
 
@@ -234,35 +241,73 @@ def test_flips_of_the_held_out_stretch(chapter, processors, tok):
 SAMPLED = [(0.1, 1.0), (0.8, 1.0), (1.0, 0.9), (0.8, 0.9)]
 
 
+def kept(logits, temperature, top_p):
+    """The tokens a sampler draws from, likeliest first."""
+    order = np.argsort(-logits, kind="stable")
+    return order[: np.searchsorted(edges(logits, order, temperature), top_p) + 1]
+
+
+def edges(logits, order, temperature):
+    """Where the pieces of the tokens `order` end on the line from 0 to 1."""
+    probabilities = ops.softmax((logits - logits.max()) / temperature)
+    ends = np.cumsum(probabilities[order], dtype=np.float64)
+    return ends / ends[-1]
+
+
 @pytest.mark.parametrize("temperature, top_p", SAMPLED)
-def test_no_draw_of_a_printed_text_lies_near_an_edge(chapter, model, processors, tok, temperature, top_p):
+def test_no_draw_of_a_printed_text_lies_near_an_edge(model, processors, tok, temperature, top_p):
     ids = tok.encode(PROMPT)
     text = kv.generate(model, ids, max_new_tokens=100, sampler=kv.sampled(temperature, top_p, seed=1))
     draws = np.random.default_rng(1).random(100)
     for other in processors[1:]:
-        for draw, one, two in zip(draws, forced(model, ids, text), forced(other, ids, text), strict=True):
-            order = chapter["kept"](one, temperature, top_p)
-            edges = chapter["pieces"](one, order, temperature)
-            moved = np.abs(chapter["pieces"](two, order, temperature) - edges).max()
+        logits = forced(model, ids, text), forced(other, ids, text)
+        for draw, token, one, two in zip(draws, text, *logits, strict=True):
+            order = kept(one, temperature, top_p)
+            ends = edges(one, order, temperature)
+            assert order[np.searchsorted(ends, draw, side="right")] == token
+            moved = np.abs(edges(two, order, temperature) - ends).max()
             # Five times what a changed order of sums moves.
-            assert np.abs(edges - draw).min() > 5 * moved
+            assert np.abs(ends - draw).min() > 5 * moved
 
 
-def test_the_sampled_round(chapter, model, tok):
-    near, moved = {}, {}
+def test_the_sampled_round(chapter, processors, tok):
     ids = tok.encode(PROMPT)
-    text = kv.generate(model, ids, max_new_tokens=100, sampler=kv.sampled(0.8, 0.9, seed=1))
-    for name, cache in (
-        ("float32", kv.ConcatenatingCache.for_model(model)),
-        ("bfloat16", chapter["RoundedCache"](model.config, ops.round_to_bfloat16)),
-    ):
-        near[name], moved[name] = chapter["nearest_and_moved"](text, 1, cache, 0.8, 0.9)
-    assert moved["float32"].max() < 0.5e-5 and moved["bfloat16"].max() > 1.5e-3
-    assert near["float32"].min() > 1e-4
-    assert (near["bfloat16"] < moved["bfloat16"] / 2).any()
-    unlucky = kv.generate(model, ids, max_new_tokens=100, sampler=kv.sampled(0.8, 1.0, seed=6))
-    close, _ = chapter["nearest_and_moved"](unlucky, 6, kv.ConcatenatingCache.for_model(model), 0.8, 1.0)
-    assert close.min() < 0.5e-5
+    greedy = greedy_text(processors[0], ids, 100)
+    plain = kv.generate(processors[0], ids, max_new_tokens=100, sampler=kv.sampled(0.8, seed=1))
+    for other in processors:
+        # The page says it of the steps of the greedy text, and of drawn texts in general.
+        for text in (greedy, plain):
+            uncached = forced(other, ids, text)
+            stepped = kv.ConcatenatingCache.for_model(other)
+            cached = [other(rows, stepped, rows=[-1])[0] for rows in (ids, *([token] for token in text[:-1]))]
+            rounded = forced(other, ids, text, chapter["RoundedCache"](other.config, ops.round_to_bfloat16))
+            changed = [sum(map(chapter["share_changed"], uncached, rows)) for rows in (cached, rounded)]
+            # Rounding may also exchange two tokens with all but equal logits: that alone can be 0.01.
+            assert 0 < changed[0] < 0.03 and changed[1] > 2
+        cache = chapter["RoundedCache"](other.config, ops.round_to_bfloat16)
+        assert plain != kv.generate(
+            other, ids, max_new_tokens=100, cache=cache, sampler=kv.sampled(0.8, seed=1)
+        )
+
+
+def test_a_draw_between_two_edges_gives_two_tokens(chapter, processors, tok):
+    ids = tok.encode(PROMPT)
+    for other in processors:
+        _, cached, uncached = step_by_step(chapter, other, ids)
+        two = 0
+        for one, row in zip(uncached, cached, strict=True):
+            draw = (chapter["pieces"](one)[1].min() + chapter["pieces"](row)[1].min()) / 2
+            two += chapter["token_at"](draw, one) != chapter["token_at"](draw, row)
+        assert two >= 95  # 90 is printed; only a step that is equal in all bits gives one token
+
+
+def step_by_step(chapter, model, ids):
+    known = chapter["model"]
+    chapter["model"] = model
+    try:
+        return chapter["step_by_step"](ids, 100, kv.ConcatenatingCache.for_model(model))
+    finally:
+        chapter["model"] = known
 
 
 def test_the_neighbors_row(chapter, processors, tok):
@@ -282,7 +327,7 @@ def test_the_neighbors_row(chapter, processors, tok):
                 assert (difference > 1e-3 + ROUNDING).sum() > 92
                 for slack in (-ROUNDING, ROUNDING):
                     possible = np.flatnonzero(margin <= 2 * (difference + slack))
-                    assert possible[:4].tolist() == [0, 1, 5, 11]
+                    assert possible[:4].tolist() == [0, 1, 5, 11] and len(possible) <= 7
 
 
 # --- the panel ----------------------------------------------------------------------------
@@ -315,7 +360,7 @@ def test_the_panels_numbers():
             "margin 0.005, difference 0.01: a flip is possible, and it happens, 'b' becomes 'a'.",
         ),
         (0, "float32", "margin 2.000, difference below 0.001: no flip is possible, both passes choose 'b'."),
-        (2, "bfloat16", "margin 7.500, difference below 0.01: no flip is possible, both passes choose 'c'."),
+        (2, "bfloat16", "margin 7.500, difference 0.004: no flip is possible, both passes choose 'c'."),
     ],
 )
 def test_the_panels_sentence(step, rows, words):
