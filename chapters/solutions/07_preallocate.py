@@ -19,7 +19,7 @@ def append_growing(passes, capacity):
     return array[:seq_len], bytes_copied
 
 
-# Break it: ask for the views at every step, from the arrays that are there now. `Stale.store` becomes
+# Break it: ask for the views at every step, from the arrays that are there now. `Quick.store` becomes
 #
 #     def store(self, layer, k, v):
 #         return super().store(layer, k, v)

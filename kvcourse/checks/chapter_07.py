@@ -7,8 +7,10 @@ from kvcourse.checks import Run, exercise, is_number, short
 WIDTH = 3  # numbers in a row of the tests
 ROW = WIDTH * 4  # its bytes
 # (tokens of each pass, rows at first). In the last two, one pass needs more than twice the room there is.
+# The second tells copied empty rows, rows copied again and rows appended one by one apart.
 CASES = (
     ((1,) * 1000, 4),
+    ((3, 13, *(1,) * 30), 4),
     ((5, *(1,) * 60), 4),
     ((3, 2, 2, 3, 5, 7, 1, 1), 4),
     ((1,) * 4, 4),
@@ -31,9 +33,11 @@ def append_growing(run: Run) -> str | None:
         passes = _passes(sizes)
         got = run(passes, capacity)
         where = f"passes of {_sizes(sizes)} rows, room for {capacity} at first"
-        if not isinstance(got, tuple) or len(got) != 2:
+        if not isinstance(got, (tuple, list)) or len(got) != 2:
             return f"{where}: return two things, rows and bytes_copied, not {short(got)}"
-        mistake = _rows_mistake(got[0], np.concatenate(passes)) or _count_mistake(got[1], sizes, capacity)
+        rows, count = got
+        count = count.item() if isinstance(count, np.number) else count  # of a list nobody has unpacked it
+        mistake = _rows_mistake(rows, np.concatenate(passes)) or _count_mistake(count, sizes, capacity)
         if mistake:
             return f"{where}: {mistake}"
     return None
@@ -82,10 +86,9 @@ def _count_mistake(count, sizes, capacity):
     """The line for a wrong counter, or None. A large pass may be met at once or by repeated doubling."""
     if not is_number(count):
         return f"bytes_copied must be a number, got {short(count)}"
-    allowed = {_doubled(sizes, capacity, at_once=True), _doubled(sizes, capacity, at_once=False)}
-    if count in allowed:
+    want, tokens = _copied(sizes, capacity) * ROW, sum(sizes)
+    if count in (want, _copied(sizes, capacity, _doubled) * ROW):
         return None
-    want, tokens = _doubled(sizes, capacity, at_once=True), sum(sizes)
     for value, line in _known_counts(sizes, capacity, want):
         if count == value:
             return line
@@ -100,11 +103,16 @@ def _count_mistake(count, sizes, capacity):
 
 
 def _known_counts(sizes, capacity, want):
-    every = np.cumsum([0, *sizes])[:-1].sum() * ROW
-    whole, with_new = _doubled(sizes, capacity, whole=True), _doubled(sizes, capacity, new_too=True)
+    """(bytes, the line for a function that counts them)."""
+
+    def grown(*args, **kwargs):
+        return _copied(sizes, capacity, *args, **kwargs) * ROW
+
+    one_by_one = _copied((1,) * sum(sizes), capacity) * ROW
+    every = int(np.cumsum([0, *sizes])[:-1].sum()) * ROW
     return (
         (
-            int(every),
+            every,
             "old rows are copied in every pass. That is concatenating: copy only when new rows do not fit",
         ),
         (
@@ -113,15 +121,45 @@ def _known_counts(sizes, capacity, want):
         ),
         (want // ROW, f"that is the number of rows that moved. Asked are bytes: {ROW} a row here"),
         (
-            whole,
+            2 * want,
+            "that is twice the bytes of the rows that moved. There is one array here, not a K and a V",
+        ),
+        (
+            grown(moved=lambda seq_len, room, needed: room),
             "you copy the whole old array, the empty rows too. Only the first seq_len rows count",
         ),
-        (with_new, "you count the new rows as well. They are written once in any cache; count the old ones"),
-        *(
-            (_linear(sizes, capacity, step), _constant(step))
-            for step in {capacity, 1, 2, 4, 8, 10, 16, 32, 64, 100}
+        (
+            grown(moved=lambda seq_len, room, needed: needed),
+            "you count the new rows as well. They are written once in any cache; count the old ones",
         ),
+        (
+            grown(_doubled, moved=lambda seq_len, room, needed: seq_len * _doublings(room, needed)),
+            "the old rows are copied several times for one pass. Grow once a pass, to what it needs",
+        ),
+        (
+            one_by_one,
+            "full arrays are copied. Do you append a pass row by row, or copy empty rows? Grow once a pass, "
+            "before its rows are written, and copy the first seq_len rows",
+        ),
+        (
+            grown(early=True),
+            "the room grows although the pass would just fit: grow when stop > len(array), not when they are "
+            "equal",
+        ),
+        *(
+            (grown(room), f"{what}: make it twice the old one, or what the pass needs")
+            for what, room in ROOMS
+        ),
+        *((grown(_steps_of(step)), _constant(step)) for step in {capacity, 1, 2, 4, 8, 10, 16, 32, 64, 100}),
     )
+
+
+ROOMS = (
+    ("the new room is three times the old one", lambda room, needed: max(3 * room, needed)),
+    ("the new room is four times the old one", lambda room, needed: max(4 * room, needed)),
+    ("the new room is twice what the pass needs", lambda room, needed: 2 * needed),
+    ("the new room is the old one and what the pass needs", lambda room, needed: room + needed),
+)
 
 
 def _constant(step):
@@ -131,29 +169,33 @@ def _constant(step):
     )
 
 
-def _doubled(sizes, capacity, at_once=True, whole=False, new_too=False):
-    """Bytes copied by doubling; or by one of two mistakes."""
+def _at_once(room, needed):
+    return max(2 * room, needed)
+
+
+def _doubled(room, needed):
+    return room * 2 ** _doublings(room, needed)
+
+
+def _doublings(room, needed):
+    return (-(-needed // room) - 1).bit_length()
+
+
+def _steps_of(step):
+    """Room that grows by `step` rows at a time, as often as a pass needs."""
+    return lambda room, needed: room + step * -(-(needed - room) // step)
+
+
+def _copied(sizes, capacity, grow=_at_once, moved=lambda seq_len, room, needed: seq_len, early=False):
+    """Rows copied where `grow(room, needed)` is the next room and `moved` what one growth copies.
+
+    early  grow when a pass just fits, too
+    """
     seq_len = copied = 0
     for n in sizes:
-        if seq_len + n > capacity:
-            copied += capacity if whole else seq_len + n * new_too
-            capacity = max(2 * capacity, seq_len + n) if at_once else _room(capacity, seq_len + n)
-        seq_len += n
-    return copied * ROW
-
-
-def _room(capacity, needed):
-    while capacity < needed:
-        capacity *= 2
-    return capacity
-
-
-def _linear(sizes, capacity, step):
-    """Bytes copied when the room grows by `step` rows at a time, as often as a pass needs."""
-    seq_len = copied = 0
-    for n in sizes:
-        if seq_len + n > capacity:
-            copied += seq_len
-            capacity += step * -(-(seq_len + n - capacity) // step)
-        seq_len += n
-    return copied * ROW
+        needed = seq_len + n
+        if needed + early > capacity:
+            copied += moved(seq_len, capacity, needed)
+            capacity = grow(capacity, needed)
+        seq_len = needed
+    return copied

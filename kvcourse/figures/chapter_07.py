@@ -159,17 +159,19 @@ def growing_text(data):
     length, total = data["length"], data["total"]
     held, reserved = length, data["reserved"][-1]
     way = data["way"] + (f" from {_rows(data['capacity'])}" if data["way"] == "doubling" else "")
-    copied = f"the last step copied {size(data['copied'][-1] * TOKEN_BYTES)} of old rows, all steps together "
+    last = data["copied"][-1]
+    copied = f"the last step copied {size(last * TOKEN_BYTES)} ({_rows(last, 'old ')}), all steps together "
     copied += f"{size(total * TOKEN_BYTES)} ({_rows(total)}, {total / length:.2f} for each one held)"
+    moment = size(max(data["moment"]) * TOKEN_BYTES)
     return (
-        f"{way[0].upper()}{way[1:]}, {length:,} token{'s' * (length != 1)} one at a time: {copied}; "
+        f"{way[0].upper()}{way[1:]}, {length:,} token{'s one at a time' * (length > 1)}: {copied}; "
         f"{size(held * TOKEN_BYTES)} held, {size(reserved * TOKEN_BYTES)} reserved "
-        f"({reserved / held:.2f} times), and at most {size(max(data['moment']) * TOKEN_BYTES)} at one moment."
+        f"({reserved / held:,.2f} times), and at most {moment} at one moment."
     )
 
 
-def _rows(count):
-    return f"{count:,} row{'s' * (count != 1)}"
+def _rows(count, which=""):
+    return f"{count:,} {which}row{'s' * (count != 1)}"
 
 
 # --- one step against the length -------------------------------------------------------
@@ -209,7 +211,7 @@ def blog_extra_text():
     return (
         f"If the extra time went with the bytes, {extra[1]} ms at 512 tokens would be {up:.1f} ms at 1,000, "
         f"where the blog has {extra[2]}; and {extra[2]} ms at 1,000 would be {down:.1f} ms at 512, where it "
-        f"has {extra[1]}."
+        f"has {extra[1]}. Whiskers: both times are rounded to 1 ms."
     )
 
 

@@ -199,6 +199,13 @@ def test_memory_that_is_touched_is_counted():
     assert touched[-1] == 1
 
 
+def test_memory_that_is_only_reserved_is_not_counted():
+    before = measure.resident_bytes()
+    reserved = np.zeros(2**28, np.uint8)  # 256 MiB
+    assert measure.resident_bytes() - before < 2**26  # a quarter: room for what else a process does meanwhile
+    assert reserved.nbytes == 2**28
+
+
 # --- the audit --------------------------------------------------------------------------
 
 
@@ -206,7 +213,10 @@ def test_the_blogs_extra_time():
     assert figures.extra_ms() == [2, 11, 12]
     text = figures.blog_extra_text()
     assert "would be 21.5 ms at 1,000, where the blog has 12" in text
-    assert "would be 6.1 ms at 512, where it has 11" in text
+    assert (
+        "would be 6.1 ms at 512, where it has 11" in text
+        and "Whiskers: both times are rounded to 1 ms" in text
+    )
     slow, fast = np.array(figures.BLOG_CONCATENATING_MS), np.array(figures.BLOG_PREALLOCATED_MS)
     assert [f"{share:.0%}" for share in slow / fast - 1] == ["9%", "50%", "50%"]
     # No one speed of memory fits 512 and 1,000, with both differences rounded as it suits.
@@ -315,7 +325,9 @@ def test_the_sentence_of_the_panel():
     ):
         assert said in text
     one = figures.growing_text(figures.growing(1, "doubling", 1))
-    assert "from 1 row, 1 token one" in one and "copied 0 B" in one
+    assert "from 1 row, 1 token: the last step copied 0 B (0 old rows)" in one
+    assert "reserved (1,024.00 times)" in figures.growing_text(figures.growing(1, "preallocated", 1))
+    assert "copied 70.2 MiB (999 old rows)" in figures.growing_text(figures.growing(1000, "concatenating", 1))
     assert "25.60 times" in figures.growing_text(figures.growing(40, "preallocated", 16))
 
 
@@ -414,6 +426,16 @@ def test_repeated_doubling_for_a_large_pass_is_right_too():
         return array[:seq_len], copied
 
     assert checks.verdict(NAME, by_doubling).status == checks.RIGHT
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("number", [int, float, np.int64])
+def test_a_right_answer_may_be_a_list_and_its_count_any_number(kind, number):
+    def answer(passes, capacity):
+        rows, copied = solution()(passes, capacity)
+        return kind((rows, number(copied)))
+
+    assert checks.verdict(NAME, answer).status == checks.RIGHT
 
 
 def test_answers_of_another_kind_are_named():

@@ -51,6 +51,36 @@ def _doubles_once(passes, capacity):
     return array[:seq_len], copied
 
 
+def _doubles_and_copies_until_it_fits(passes, capacity):
+    array, seq_len, copied = np.zeros((capacity, passes[0].shape[1]), np.float32), 0, 0
+    for new in passes:
+        while seq_len + len(new) > len(array):
+            copied += array[:seq_len].nbytes
+            array = np.concatenate([array, np.zeros_like(array)])
+        array[seq_len : seq_len + len(new)] = new
+        seq_len += len(new)
+    return array[:seq_len], copied
+
+
+def _row_by_row(passes, capacity):
+    return _append([row[None] for new in passes for row in new], capacity, _double)
+
+
+def _grows_one_row_early(passes, capacity):
+    rows, seq_len, room, copied = np.concatenate(passes), 0, capacity, 0
+    for new in passes:
+        if seq_len + len(new) >= room:
+            copied += rows[:seq_len].nbytes
+            room = _double(room, seq_len + len(new))
+        seq_len += len(new)
+    return rows, copied
+
+
+def _counts_k_and_v(passes, capacity):
+    rows, copied = _append(passes, capacity, _double)
+    return rows, 2 * copied
+
+
 def _never_moves_seq_len(passes, capacity):
     rows, copied = _append(passes, capacity, _double)
     rows = rows.copy()
@@ -89,6 +119,26 @@ WRONG = {
         ),
         (lambda passes, capacity: (passes[-1], 0), "some were lost"),
         (_doubles_once, "could not broadcast"),
+        (_doubles_and_copies_until_it_fits, "the old rows are copied several times for one pass"),
+        (_row_by_row, "Do you append a pass row by row"),
+        (_grows_one_row_early, "the room grows although the pass would just fit"),
+        (_counts_k_and_v, "that is twice the bytes"),
+        (
+            lambda passes, capacity: _append(passes, capacity, lambda room, needed: max(3 * room, needed)),
+            "the new room is three times the old one",
+        ),
+        (
+            lambda passes, capacity: _append(passes, capacity, lambda room, needed: max(4 * room, needed)),
+            "the new room is four times the old one",
+        ),
+        (
+            lambda passes, capacity: _append(passes, capacity, lambda room, needed: 2 * needed),
+            "the new room is twice what the pass needs",
+        ),
+        (
+            lambda passes, capacity: _append(passes, capacity, lambda room, needed: room + needed),
+            "the new room is the old one and what the pass needs",
+        ),
         (_never_moves_seq_len, "seq_len moves after every pass"),
         (
             lambda passes, capacity: _append(passes, capacity, lambda room, needed: needed + room // 4 + 1),
