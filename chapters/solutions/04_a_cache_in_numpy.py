@@ -15,6 +15,6 @@ def attend_from(q, k, v, start):
 
 
 def embed(ids, params, cache):
-    """A layer's K is (heads, tokens, head_dim), so the cached tokens are its shape[1]."""
-    start = cache[0][0].shape[1]
+    """Here a layer's K is (tokens, heads, head_dim), so the cached tokens are its shape[0]."""
+    start = cache[0][0].shape[0]
     return params["wte.weight"][ids] + params["wpe.weight"][start : start + len(ids)]  # (T, d)

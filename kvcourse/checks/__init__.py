@@ -57,6 +57,9 @@ class Run:
     ``run(*args, **kwargs)`` returns what the function returned; a NumPy scalar or a one-number tensor comes
     as a Python number, also within a tuple. Containers and arrays are handed over as copies, so that the
     check's own inputs stay whole and a function that changes its input is caught.
+
+    A check that knows what lies behind an error sets ``run.explain``: it gets the error and returns the line
+    that names the mistake, or ``None``.
     """
 
     def __init__(self, function: Callable[..., Any], todo: str) -> None:
@@ -64,6 +67,7 @@ class Run:
         self.calls = 0
         self.last = ""  # the last call in words, for messages: "prompt=16, new=4"
         self.result: Any = None
+        self.explain: Callable[[BaseException], str | None] = lambda error: None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # mutable=True is the point of one exercise now and then; no need for it yet, so no switch.
@@ -79,7 +83,8 @@ class Run:
         # BaseException: a tokenizer's PanicException and SystemExit from exit() are no Exception, and neither
         # may take the kernel or the rest of Run All with it.
         except BaseException as error:
-            raise _Stop(self._wrong(f"your function raised {_cause(error)}")) from None
+            named = self.explain(error) or f"your function raised {_cause(error)}"
+            raise _Stop(self._wrong(named)) from None
         self.calls += 1
         self.result = _plain(self.result)
         if self.result is None or self.result is Ellipsis:

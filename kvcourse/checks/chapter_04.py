@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -107,10 +108,24 @@ def attend_from(run: Run) -> str | None:
     """``attend_from(q, k, v, start)``: q (heads, T, head_dim), k and v (heads, start + T, head_dim)."""
     for start, T in PAIRS:
         given = _qkv(start, T)
+        run.explain = partial(_explain_attend, start, T)
         got = np.asarray(run(*given, start))
         mistake = _look_at_attend(got, given, start)
         if mistake:
             return mistake
+    return None
+
+
+def _explain_attend(start, T, error):
+    # A mask of another shape than the scores stops in NumPy, with all shapes in one message. No two numbers
+    # of this exercise's shapes are equal, so a square is the mask.
+    tokens, said = start + T, str(error)
+    for side in (T, tokens):
+        if isinstance(error, ValueError) and "broadcast" in said and f"({side},{side})" in said:
+            return (
+                f"your mask is ({side}, {side}), and the scores of a head are ({T}, {tokens}): T rows and "
+                f"start + T columns, as causal_mask(start, T) has them"
+            )
     return None
 
 
@@ -162,7 +177,7 @@ def _embedding_params():
 
 
 def _cache_of(start):
-    rows = np.zeros((KV_HEADS, start, ROW), dtype=np.float32)
+    rows = np.zeros((start, KV_HEADS, ROW), dtype=np.float32)
     return [(rows, rows)] * LAYERS
 
 
@@ -203,9 +218,9 @@ def _embed_mistakes(tokens, wpe, start, T):
         0: "the positions are still 0, 1, …, as if the new tokens opened the text",
         start + 1: "one too far: `start` tokens have positions 0 … start − 1, the first new one has `start`",
         start - 1: "one too few: that is the last cached token's position; the first new one has `start`",
-        KV_HEADS: "that is the number of heads, shape[0] of a layer's K: the tokens are its shape[1]",
-        ROW: "that is head_dim, shape[2] of a layer's K: the tokens are its shape[1]",
-        LAYERS: "that is len(cache), the number of layers: the tokens are shape[1] of one layer's K",
+        KV_HEADS: "that is the number of heads, shape[1] of this K: here the tokens are axis 0",
+        ROW: "that is head_dim, shape[2] of this K: here the tokens are axis 0",
+        LAYERS: "that is len(cache), the number of layers: the tokens are shape[0] of one layer's K",
     }
     for first, line in at.items():
         if first >= 0 and first != start:

@@ -18,6 +18,8 @@ STRONGEST = 0.6  # opacity of such a cell: the number written in it stays readab
 
 LANES = {"Q": 0, "K": 1, "V": 2}
 FIRST_ROW = 3.6  # lane of the first row of weights, below a gap
+TOP, BOTTOM = 8, 96  # px around the lanes
+LANE = 31  # px: a lane stays where it is when rows of weights come and go under it
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,14 @@ def steps(passes, step, chunk, layer, head):
             "V": shown.values[layer, head].round(2).tolist(),
         },
         "most": max(len(taken[-1].pieces) for taken in passes.values()),
-        "most_rows": max(one.new for taken in passes.values() for one in taken),
     }
 
 
 def steps_figure(data):
     """Three lanes of rows (Q, K, V) over the positions; under them the weights, masked cells hatched."""
-    figure = look.new_figure("position and token", "", height=look.MAX_HEIGHT, grid=False)
+    highest, lowest = -0.7, FIRST_ROW + data["T"] - 0.4
+    height = TOP + BOTTOM + round(LANE * (lowest - highest))
+    figure = look.new_figure("position and token", "", height=height, grid=False)
     start, tokens = data["start"], data["tokens"]
     cached, new = list(range(start)), list(range(start, tokens))
     figure.add_trace(_rows(data, "Q", new, look.QUERY, fresh=True))
@@ -98,9 +101,10 @@ def steps_figure(data):
     figure.add_trace(_weights(data))
     figure.add_trace(_masked(data))
     figure.add_trace(_chosen(data))
-    bottom = FIRST_ROW + data["most_rows"] - 0.4
     rows = [FIRST_ROW + r for r in range(data["T"])]
-    figure.update_layout(barmode="overlay", bargap=0, showlegend=False, margin={"t": 8, "b": 96, "l": 128})
+    figure.update_layout(
+        barmode="overlay", bargap=0, showlegend=False, margin={"t": TOP, "b": BOTTOM, "l": 128}
+    )
     figure.update_xaxes(
         range=[-0.6, data["most"] + 2.6],
         tickvals=list(range(data["most"])),
@@ -109,7 +113,7 @@ def steps_figure(data):
         automargin=False,
     )
     figure.update_yaxes(
-        range=[bottom, -0.7],
+        range=[lowest, highest],
         tickvals=[*LANES.values(), *rows],
         ticktext=["Q  new", "K  keys", "V  values", *(f"weights of {start + r}" for r in range(data["T"]))],
         ticks="",
@@ -139,7 +143,7 @@ def steps_text(data):
 
 
 def _tick(pieces, place):
-    return f"{place} {quoted(pieces[place])}" if place < len(pieces) else str(place)
+    return f"{place} {look.plain(quoted(pieces[place]))}" if place < len(pieces) else str(place)
 
 
 def _rows(data, name, places, color, *, fresh):
@@ -181,7 +185,7 @@ def _weights(data):
             "color": [f"rgba({red},{green},{blue},{s})" for s in strength],
             "line": {"color": look.INK, "width": 1},
         },
-        text=[f"{share:.0f}" for _, _, share in cells],
+        text=[f"{share:.0f}" if round(share) else "<1" for _, _, share in cells],
         hovertext=hover,
     )
 
@@ -216,10 +220,10 @@ def _cells(cells):
 
 
 def _chosen(data):
-    text = "nothing chosen yet" if data["next"] is None else f"→ {quoted(data['next'])}"
+    text = "nothing chosen yet" if data["next"] is None else f"→ {look.plain(quoted(data['next']))}"
     return go.Scatter(
         x=[data["tokens"] - 0.4],
-        y=[LANES["K"]],
+        y=[FIRST_ROW + data["T"] - 1],  # the last query's row: from it comes the choice
         text=[text],
         mode="text",
         textposition="middle right",

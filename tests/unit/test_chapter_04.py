@@ -310,6 +310,18 @@ def test_new_rows_are_bold_and_cached_rows_pale(panel):
     assert "written in step 0" in cached_k.hovertext[0] and "written in step 1" in new_v.hovertext[0]
 
 
+def test_the_choice_stands_after_the_last_query_and_no_weight_reads_as_none(panel):
+    heights = set()
+    for step, chunk, line in ((0, 6, 8.6), (1, 2, 4.6), (13, 6, 3.6)):
+        panel.set(step=step, chunk=chunk, layer=2, head=3)
+        assert panel.figure.data[7].y[0] == pytest.approx(line)
+        assert "0" not in panel.figure.data[5].text
+        lanes = panel.figure.layout.yaxis.range
+        heights.add(round((panel.figure.layout.height - 104) / (lanes[0] - lanes[1]), 1))
+    assert "<1" in panel.figure.data[5].text  # step 13 has two of them
+    assert heights == {31}  # px a lane, whatever stands under it
+
+
 def test_every_setting_works_and_shows_nothing_of_the_future(panel):
     for step in (0, 13):
         for chunk in (1, 6):

@@ -39,7 +39,7 @@ def _embeds(first, stop=None):
 
 
 def _start(cache):
-    return cache[0][0].shape[1]
+    return cache[0][0].shape[0]
 
 
 WRONG = {
@@ -48,6 +48,8 @@ WRONG = {
         (_attends(mask=_shifted(lambda start: 0)), "the triangle from the top left"),
         (_attends(mask=_shifted(lambda start: start + 1)), "one column too wide"),
         (_attends(mask=_shifted(lambda start: start - 1)), "one column too narrow"),
+        (_attends(mask=lambda start, T: causal_mask(0, T)), "your mask is (4, 4), and the scores of a head"),
+        (_attends(mask=lambda start, T: causal_mask(0, start + T)), "your mask is (7, 7), and the scores"),
         (_attends(scale=lambda head_dim: 1.0), "the scale is missing"),
         (_attends(scale=float), "you divide by head_dim itself"),
         (_attends(scale=np.sqrt), "float64"),
@@ -63,7 +65,7 @@ WRONG = {
         (_embeds(lambda cache: 0), "the positions are still 0"),
         (_embeds(lambda cache: _start(cache) + 1), "one too far"),
         (_embeds(lambda cache: _start(cache) - 1), "one too few"),
-        (_embeds(lambda cache: cache[0][0].shape[0]), "that is the number of heads"),
+        (_embeds(lambda cache: cache[0][0].shape[1]), "that is the number of heads"),
         (_embeds(lambda cache: cache[0][0].shape[2]), "that is head_dim"),
         (_embeds(len), "that is len(cache)"),
         (_embeds(_start, lambda cache, ids: _start(cache) + len(ids) + 1), "2 rows for one token"),
