@@ -117,8 +117,8 @@ def attend_from(run: Run) -> str | None:
 
 
 def _explain_attend(start, T, error):
-    # A mask of another shape than the scores stops in NumPy, with all shapes in one message. No two numbers
-    # of this exercise's shapes are equal, so a square is the mask.
+    # A mask of another shape than the scores stops in NumPy, with all shapes in one message. Nothing else
+    # here has two axes of T or of start + T.
     tokens, said = start + T, str(error)
     for side in (T, tokens):
         if isinstance(error, ValueError) and "broadcast" in said and f"({side},{side})" in said:
