@@ -31,8 +31,9 @@ class Planted:
 @exercise(
     "05.same_answers",
     right=(
-        "you trust both right caches, whose logits differ by rounding alone, and report the other five: a "
-        "neighbor's row, one wrong step, NaN, a moved position, float16 rows."
+        "you trust both right caches, whose logits differ by rounding alone, and report the other seven: a "
+        "neighbor's row, one wrong step, NaN, a moved position, float16 rows, and one logit off by 0.01, in "
+        "either direction."
     ),
 )
 def same_answers(run: Run) -> str | None:
@@ -53,9 +54,11 @@ def _closer(run, uncached, mistake):
         far_from_0 = uncached + np.float32(64)
         return _RELATIVE if run(far_from_0 + np.float32(3e-5), far_from_0) is True else _STRICT
     if mistake == _FAR_OFF:
-        return (
-            _TOKENS if run(2 * uncached, uncached) is True else _FAR_OFF
-        )  # twice the logits, the same tokens
+        twice = 2 * uncached  # the same tokens, all other logits far off
+        return _TOKENS if run(twice, uncached) is True else _FAR_OFF
+    if mistake == _ONE:
+        above, below = (run(uncached + np.float32(side), uncached) is True for side in (1, -1))
+        return _SIGN if above != below else _ONE
     return mistake
 
 
@@ -99,6 +102,8 @@ def planted_caches():
         ("a wrong cache, one row of NaN near the end", False, logits(_NotANumber), _NAN),
         ("a wrong cache, one token at the position of the next", False, logits(_Moved), _FAR_OFF),
         ("a cache with float16 rows", False, logits(_Float16), _SIXTEEN),
+        ("a wrong pass, one logit of one step 0.01 too low", False, _one_logit(uncached, -0.01), _ONE),
+        ("a wrong pass, one logit of one step 0.01 too high", False, _one_logit(uncached, 0.01), _ONE),
     ]
     return uncached, [Planted(*entry) for entry in found]
 
@@ -131,6 +136,18 @@ _SIXTEEN = (
     "you trust it. 16-bit rounding moves its logits by 0.001 to 0.003, and the task allows float32 rounding "
     "alone: put the tolerance between the two"
 )
+_ONE = (
+    "you trust it. No mean, percentile, best logit or probability shows one logit among thousands: look at "
+    "the largest difference of all"
+)
+_SIGN = "you trust it. Your comparison sees differences of one sign only: take the absolute value first"
+
+
+def _one_logit(uncached, by):
+    """The uncached logits but for a middling logit of one step, moved by `by`: too small to be chosen."""
+    moved, step = uncached.copy(), 3
+    moved[step, np.argsort(uncached[step])[uncached.shape[1] // 2]] += np.float32(by)
+    return moved
 
 
 class _OneStep(caches.ConcatenatingCache):

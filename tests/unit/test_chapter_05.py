@@ -419,7 +419,7 @@ def test_every_planted_cache_is_told_apart_by_a_wide_space(solution):
     """Right ones lie far below the solution's limit, wrong ones far above; tokens agree in all of them."""
     uncached, planted = plants.planted_caches()
     assert uncached.shape == (32, 2048) and uncached.dtype == np.float32
-    assert [plant.trusted for plant in planted] == [True] * 2 + [False] * 5
+    assert [plant.trusted for plant in planted] == [True] * 2 + [False] * 7
     for plant in planted:
         assert plant.cached.shape == uncached.shape and plant.cached.dtype == np.float32
         whole = np.isfinite(plant.cached).all(axis=-1)
@@ -433,12 +433,32 @@ def test_every_planted_cache_is_told_apart_by_a_wide_space(solution):
 
 def test_what_the_messages_say_of_the_planted_caches():
     uncached, planted = plants.planted_caches()
-    neighbors, one_step, not_a_number, moved, sixteen = (plant.cached for plant in planted[2:])
+    neighbors, one_step, not_a_number, moved, sixteen, low, high = (plant.cached for plant in planted[2:])
     assert min(np.abs(neighbors - uncached).max(), np.abs(moved - uncached).max()) > 0.3
     by_step = np.abs(one_step - uncached).max(axis=-1)
     assert np.flatnonzero(by_step > 1e-3).tolist() == [2] and 0.05 < by_step[2] < 0.06
     assert np.flatnonzero(np.isnan(not_a_number).any(axis=-1)).tolist() == [29, 30, 31]
     assert 0.001 < np.abs(sixteen - uncached).max() < 0.003
+    for plant, sign in ((low, -1), (high, 1)):
+        assert (plant != uncached).sum() == 1
+        assert 0.0099 < sign * (plant - uncached).sum() < 0.0101
+
+
+@pytest.mark.parametrize(
+    "measure, limit",
+    [
+        (lambda a, b: (b - a).max(), 3e-4),
+        (lambda a, b: np.percentile(np.abs(a - b), 99), 3e-4),
+        (lambda a, b: np.sqrt(((a - b) ** 2).mean()), 1e-4),
+        (lambda a, b: np.median(np.abs(a - b), axis=-1).max(), 1e-4),
+        (lambda a, b: np.abs(a - b).mean(axis=-1).max(), 1e-4),
+        (lambda a, b: np.abs(ops.softmax(a) - ops.softmax(b)).max(), 1e-5),
+    ],
+    ids=["one sign", "percentile", "root mean square", "median", "mean of a step", "probabilities"],
+)
+def test_a_measure_that_misses_single_logits_is_not_accepted(measure, limit):
+    verdict = checks.verdict(NAME, lambda cached, uncached: bool(measure(cached, uncached) < limit))
+    assert verdict.status == checks.WRONG
 
 
 @pytest.mark.parametrize("limit", [1e-4, 3e-4, 1e-3])
