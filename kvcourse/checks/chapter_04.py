@@ -109,10 +109,17 @@ def attend_from(run: Run) -> str | None:
     for start, T in PAIRS:
         given = _qkv(start, T)
         run.explain = partial(_explain_attend, start, T)
-        got = np.asarray(run(*given, start))
-        mistake = _look_at_attend(got, given, start)
+        got = run(*given, start)
+        mistake = _look_at_attend(np.asarray(got), given, start)
         if mistake:
             return mistake
+        if isinstance(got, (list, tuple)):
+            return f"the numbers are right: return the array, not a {type(got).__name__}"
+        if np.asarray(got).dtype == np.float64:
+            return (
+                "the numbers are right, but float64: a float64 scalar or array came in, such as "
+                "np.sqrt(head_dim) or np.where(mask, 0, -np.inf); use math.sqrt and np.float32(-np.inf)"
+            )
     return None
 
 
@@ -151,11 +158,6 @@ def _look_at_attend(got, given, start):
             f"start {start}, T {T}: the numbers differ by up to {largest:.2g}. Print the mask, then the "
             f"sums of the weights, which must all be 1"
         )
-    if got.dtype == np.float64:
-        return (
-            "the numbers are right, but float64: np.sqrt(head_dim) is a float64 number, and NumPy goes on in "
-            "float64 from there. Use math.sqrt"
-        )
     return None
 
 
@@ -165,7 +167,7 @@ def _close(got, wrong):
 
 # --- positions that go on ----------------------------------------------------------------
 
-LAYERS, KV_HEADS, ROW = 5, 3, 2  # of the exercise's cache: no two numbers of its shape are equal to `start`
+LAYERS, KV_HEADS, ROW = 5, 3, 4  # of the exercise's cache: these, 2 and `start` all differ
 WIDTH, POSITIONS, VOCAB = 6, 24, 11
 
 
@@ -208,7 +210,8 @@ def _look_at_embed(got, ids, params, start):
             return f"{where}: {line}"
     if got.shape != right.shape:
         return f"{where}: the result is {got.shape}, expected {right.shape}, one row for each new token"
-    return f"{where}: expected the rows of `wte` for the ids plus rows {start} … {start + T - 1} of `wpe`"
+    rows = f"row {start}" if T == 1 else f"rows {start} … {start + T - 1}"
+    return f"{where}: expected the rows of `wte` for the ids plus {rows} of `wpe`"
 
 
 def _embed_mistakes(tokens, wpe, start, T):
@@ -220,6 +223,7 @@ def _embed_mistakes(tokens, wpe, start, T):
         start - 1: "one too few: that is the last cached token's position; the first new one has `start`",
         KV_HEADS: "that is the number of heads, shape[1] of this K: here the tokens are axis 0",
         ROW: "that is head_dim, shape[2] of this K: here the tokens are axis 0",
+        2: "that is len(cache[0]), K and V: the tokens are axis 0 of one of them",
         LAYERS: "that is len(cache), the number of layers: the tokens are shape[0] of one layer's K",
     }
     for first, line in at.items():

@@ -7,19 +7,24 @@ import numpy as np
 from kvcourse.ops import causal_mask, softmax
 
 
-def _attends(mask=causal_mask, scale=math.sqrt, axis=-1, given=lambda k, v, start: (k, v)):
+def _attends(mask=causal_mask, scale=math.sqrt, axis=-1, given=lambda k, v, start: (k, v), fill=-np.inf):
     """attend_from with one part exchanged."""
 
     def attend_from(q, k, v, start):
         seen = mask(start, q.shape[1])
         k, v = given(k, v, start)
         scores = q @ k.transpose(0, 2, 1) / scale(q.shape[-1])
-        scores = np.where(seen, scores, -np.inf)
+        scores = np.where(seen, scores, fill)
         with np.errstate(invalid="ignore"):
             weights = np.moveaxis(softmax(np.moveaxis(scores, axis, -1)), -1, axis)
         return weights @ v
 
     return attend_from
+
+
+def _additive(q, k, v, start):
+    mask = np.where(causal_mask(start, q.shape[1]), 0, -np.inf)  # float64
+    return softmax(q @ k.transpose(0, 2, 1) / math.sqrt(q.shape[-1]) + mask) @ v
 
 
 def _shifted(by):
@@ -52,7 +57,9 @@ WRONG = {
         (_attends(mask=lambda start, T: causal_mask(0, start + T)), "your mask is (7, 7), and the scores"),
         (_attends(scale=lambda head_dim: 1.0), "the scale is missing"),
         (_attends(scale=float), "you divide by head_dim itself"),
-        (_attends(scale=np.sqrt), "float64"),
+        (_additive, "such as np.sqrt(head_dim) or np.where(mask, 0, -np.inf); use math.sqrt and np.float32"),
+        (lambda *given: _attends()(*given).tolist(), "return the array, not a list"),
+        (_attends(fill=-10), "the numbers differ by up to 0.00"),
         (_attends(axis=1), "the softmax runs over the queries"),
         (_attends(axis=0), "the softmax runs over the heads"),
         (
@@ -67,7 +74,9 @@ WRONG = {
         (_embeds(lambda cache: _start(cache) - 1), "one too few"),
         (_embeds(lambda cache: cache[0][0].shape[1]), "that is the number of heads"),
         (_embeds(lambda cache: cache[0][0].shape[2]), "that is head_dim"),
-        (_embeds(len), "that is len(cache)"),
+        (_embeds(lambda cache: len(cache[0])), "that is len(cache[0]), K and V"),
+        (_embeds(len), "that is len(cache), the number of layers"),
+        (_embeds(lambda cache: 12), "for the ids plus row 7 of `wpe`"),
         (_embeds(_start, lambda cache, ids: _start(cache) + len(ids) + 1), "2 rows for one token"),
         (_embeds(_start, lambda cache, ids: None), "17 rows for one token"),
         (_embeds(_start, lambda cache, ids: len(ids)), "your slice of `wpe` is empty"),
