@@ -38,7 +38,7 @@ def _mistake(got, want, layer, j, causal):
     """The line for a wrong position, the most specific first."""
     if not is_number(got):
         return f"expected the position {want}, got {short(got)}"
-    if got == j + 1:
+    if want == j and got == j + 1:
         return f"position {j} itself changes as well: its row is made from token {j}"
     if causal and layer == 0:
         return f"in layer 0 a key is made from its own token and position: expected {want}, got {short(got)}"

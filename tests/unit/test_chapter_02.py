@@ -335,6 +335,7 @@ MISTAKES = [
     (lambda layer, j, causal: j + 1, "position 4 itself changes as well"),
     (lambda layer, j, causal: max(0, j - layer), "leaks one position per layer"),
     (lambda layer, j, causal: 0, "made from its own token and position"),
+    (lambda layer, j, causal: j if causal or not layer else j + 1, "expected 0, got 5. Ask which tokens"),
     (lambda layer, j, causal: True, "expected the position 4"),
     (
         lambda layer, j, causal: j if causal or not layer else layer + 1,

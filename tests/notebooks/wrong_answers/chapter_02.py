@@ -8,6 +8,11 @@ WRONG = {
         (lambda layer, j, causal: j if layer == 0 or not causal else j + 1, "itself changes as well"),
         (lambda layer, j, causal: max(0, j - layer), "leaks one position per layer"),
         (lambda layer, j, causal: 0, "made from its own token and position"),
+        # Right for j = 4, and wrong for one of the others.
+        (lambda layer, j, causal: min(j, 4) if causal or layer == 0 else 0, "expected 7, got 4"),
+        (lambda layer, j, causal: max(j, 1) if causal or layer == 0 else 0, "position 0 itself changes"),
+        (lambda layer, j, causal: min(j, 10) if causal or layer == 0 else 0, "expected 11, got 10"),
+        (lambda layer, j, causal: j if causal or layer == 0 else j + 1, "expected 0, got 5"),
         (lambda layer, j, causal: list(range(j, 12)), "expected the position 4"),
     ],
 }
