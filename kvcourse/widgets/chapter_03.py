@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import ipywidgets
 import numpy as np
@@ -32,12 +33,16 @@ class Marks(ipywidgets.VBox):
 
     ``key`` is "chapter.name" ("03.wrong_cells"). Each box is named by its positions ("q3·k1"), takes Tab and
     Space, and is drawn as the right mask draws its cell: keys of before, new keys, masked. No mark at all is
-    a valid state and counts as no guess. Raises ``ValueError`` for a key without a chapter.
+    a valid state and counts as no guess. Raises ``ValueError`` for a key without a chapter, ``start`` below
+    0 or ``T`` below 1, ``TypeError`` for a key that is no text and sizes that are no whole numbers.
     """
 
     def __init__(self, key: str, question: str, start: int, T: int) -> None:
+        if not isinstance(key, str):
+            raise TypeError(f"prediction key {_short(key)} is no text: write it like '03.wrong_cells'")
         if not key.partition(".")[2]:
             raise ValueError(f"prediction key {key!r} names no chapter: write it like '03.wrong_cells'")
+        start, T = _whole("start", start, least=0), _whole("T", T, least=1)
         self.key, self.start, self.T = key, start, T
         self.boxes = {}  # (position of the query, position of the key) -> check box
         rows = []
@@ -93,14 +98,18 @@ class Marks(ipywidgets.VBox):
     def mark(self, cells: Iterable[tuple[int, int]]) -> str:
         """Mark exactly these cells, as if the reader had; return the line under the grid.
 
-        Raises ``ValueError`` for a cell outside the grid, and then changes nothing.
+        Raises ``ValueError`` for a cell outside the grid, ``TypeError`` for what holds no cells, and then
+        changes nothing.
         """
-        wanted = set(cells)
-        for cell in sorted(wanted - self.boxes.keys()):
-            raise ValueError(
-                f"{cell} is no cell: queries are {self.start} … {self.start + self.T - 1}, "
-                f"keys 0 … {self.start + self.T - 1}"
-            )
+        last = self.start + self.T - 1
+        way_out = f"give pairs (query, key), such as [({self.start}, 0)]"
+        if not isinstance(cells, Iterable):
+            raise TypeError(f"cells is {_short(cells)}: {way_out}, or [] for no mark")
+        wanted = list(cells)
+        for cell in wanted:
+            if not (isinstance(cell, tuple) and all(map(_is_whole, cell)) and cell in self.boxes):
+                grid = f"queries are {self.start} … {last}, keys 0 … {last}"
+                raise ValueError(f"{_short(cell)} is no cell: {grid}; {way_out}")
         for cell, box in self.boxes.items():
             box.value = cell in wanted
         return self.note
@@ -126,6 +135,25 @@ class Marks(ipywidgets.VBox):
         if not names:
             return "No cell marked."
         return f"{before}: {len(names)} of {len(self.boxes)} cells, {', '.join(names)}."
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    refused = f"{name} is {_short(value)}: give a whole number of at least {least}, such as {name}=3"
+    if not _is_whole(value):
+        raise TypeError(refused)
+    if value < least:
+        raise ValueError(refused)
+    return int(value)
+
+
+def _short(value: Any) -> str:
+    """A value for a message, on one short line."""
+    said = " ".join(repr(value).split())
+    return said if len(said) <= 40 else said[:40] + "…"
 
 
 def _box(query: int, key: int, start: int, seen: bool) -> ipywidgets.Checkbox:

@@ -321,6 +321,48 @@ def test_marks_refuse_what_they_cannot_use():
         widgets.mark_cells("wrong_cells", "Which?", 3, 3)
 
 
+@pytest.mark.parametrize(
+    "cells, error, said",
+    [
+        ([(9, 9), ("a", 1)], ValueError, "(9, 9) is no cell: "),
+        ([("a", 1), (9, 9)], ValueError, "('a', 1) is no cell: "),
+        ([([1], 2)], ValueError, "([1], 2) is no cell: "),
+        ([np.ones((2, 2))], ValueError, "array([[1., 1.], [1., 1.]]) is no cell: "),
+        ((3, 1), ValueError, "3 is no cell: queries are 3 … 5, keys 0 … 5; give pairs (query, key), such as"),
+        (None, TypeError, "cells is None: give pairs (query, key), such as [(3, 0)], or [] for no mark"),
+    ],
+)
+def test_what_is_no_cell_is_named_and_changes_nothing(cells, error, said):
+    grid = marks()
+    grid.mark([(np.int64(3), 1)])
+    with pytest.raises(error) as caught:
+        grid.mark(cells)
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+    assert "give pairs (query, key), such as [(3, 0)]" in str(caught.value)
+    assert grid.marked == [(3, 1)]
+
+
+@pytest.mark.parametrize(
+    "key, start, T, error, said",
+    [
+        ("03.x", -1, 3, ValueError, "start is -1: give a whole number of at least 0, such as start=3"),
+        ("03.x", 3, 0, ValueError, "T is 0: give a whole number of at least 1, such as T=3"),
+        ("03.x", 1.5, 3, TypeError, "start is 1.5: give a whole number of at least 0, such as start=3"),
+        ("03.x", 3, True, TypeError, "T is True: give a whole number of at least 1, such as T=3"),
+        (None, 3, 3, TypeError, "prediction key None is no text: write it like '03.wrong_cells'"),
+    ],
+)
+def test_no_grid_of_impossible_sizes(key, start, T, error, said):
+    with pytest.raises(error) as caught:
+        widgets.mark_cells(key, "Which?", start, T)
+    assert str(caught.value) == said
+
+
+def test_a_grid_may_start_at_0_with_one_token():
+    grid = widgets.mark_cells("03.x", "Which?", start=np.int64(0), T=1)
+    assert grid.mark([(0, 0)]) == "Recorded: 1 of 1 cells, q0·k0."
+
+
 def test_a_progress_file_that_cannot_be_saved_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVCOURSE_PROGRESS", str(tmp_path / "file" / "progress.json"))
