@@ -133,7 +133,11 @@ class Prediction(ipywidgets.VBox):
         try:
             typed = self.box.value
             if self.kind == "number" and typed.strip():
-                value = parse_number(typed)
+                try:
+                    value = parse_number(typed)
+                except ValueError as error:
+                    stays = "" if self.answer is None else f"; your earlier guess, {say(self.answer)}, stays"
+                    raise ValueError(f"{error}{stays}") from None
                 said = f"Recorded: {say(value)}"
             else:
                 value = typed.strip() if typed else None

@@ -98,7 +98,13 @@ def test_a_wrong_entry_keeps_the_earlier_guess():
     box.box.value = "12"
     box.box.value = "a dozen"
     assert box.answer == 12
-    assert box.note == "'a dozen' is not a number: type digits, for example 2.5 or 1000"
+    assert box.note == (
+        "'a dozen' is not a number: type digits, for example 2.5 or 1000; your earlier guess, 12, stays"
+    )
+    box.box.value = ""
+    box.box.value = "1,5"
+    assert box.answer is None
+    assert box.note == "'1,5' is not a number: type digits, for example 2.5 or 1000"
 
 
 def test_an_emptied_box_takes_the_guess_back():
