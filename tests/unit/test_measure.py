@@ -144,6 +144,21 @@ def test_calibration_gives_the_threads_back():
     assert measure.threads() == before
 
 
+def test_memory_that_is_touched_is_counted():
+    faults, before = measure.page_faults(), measure.resident_bytes()
+    touched = np.ones(2**26, np.uint8)  # 64 MiB, which no allocator takes from what it has at hand
+    assert measure.resident_bytes() - before > 2**25  # half of it: other memory may be freed meanwhile
+    assert faults is None or measure.page_faults() > faults
+    assert touched[-1] == 1
+
+
+def test_memory_that_is_only_reserved_is_not_counted():
+    before = measure.resident_bytes()
+    reserved = np.zeros(2**28, np.uint8)  # 256 MiB
+    assert measure.resident_bytes() - before < 2**26  # a quarter: room for what else a process does meanwhile
+    assert reserved.nbytes == 2**28
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(1.234, "1.23 s"), (2400.0, "2,400 s"), (0.0456, "45.6 ms"), (0.437, "437 ms"), (7.89e-6, "7.89 µs")],
