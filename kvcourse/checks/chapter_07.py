@@ -62,7 +62,7 @@ def _rows_mistake(rows, want):
     if len(rows) > len(want):
         return (
             f"{len(want):,} tokens were appended and {len(rows):,} rows come back: return the rows that "
-            f"count, [:seq_len], not the room behind them"
+            f"count, [:seq_len], not the empty room after them"
         )
     if len(rows) < len(want):
         return f"{len(want):,} tokens were appended and {len(rows):,} rows come back: some were lost"
