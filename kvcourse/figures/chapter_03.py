@@ -89,22 +89,15 @@ def chunk_figure(data: dict, positions: int = LONGEST) -> go.Figure:
 
 
 def _cells(cells: list, name: str, text: list, color: str | list, marker: dict, line: dict) -> go.Bar:
-    # Bars of length 1, because a heat map's cells cannot be hatched.
-    return go.Bar(
-        x=[0.94] * len(cells),
-        y=[query for query, _ in cells],
-        base=[key - 0.47 for _, key in cells],
-        orientation="h",
+    return look.cells(
+        [key for _, key in cells],
+        [query for query, _ in cells],
         name=name,
         text=text,
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
         constraintext="none",
         textfont={"color": color, "size": look.TEXT_SIZE},
         marker={**marker, "line": line},
         hovertext=[f"query {query}, key {key}: {name}" for query, key in cells],
-        hovertemplate="%{hovertext}<extra></extra>",
     )
 
 

@@ -147,7 +147,6 @@ def _tick(pieces, place):
 
 
 def _rows(data, name, places, color, *, fresh):
-    # Bars of length 1, because a heat map's cells have no outlines of their own.
     if name == "Q":
         hover = [f"query of position {p}, used in this step only" for p in places]
     else:
@@ -157,19 +156,17 @@ def _rows(data, name, places, color, *, fresh):
             f"{word} of position {p}, {told}: written in step {data['written'][p]}, length {lengths[p]:g}"
             for p in places
         ]
-    return go.Bar(
-        x=[0.86] * len(places),
-        y=[LANES[name]] * len(places),
-        base=[p - 0.43 for p in places],
+    return look.cells(
+        places,
+        [LANES[name]] * len(places),
+        length=0.86,
         width=0.72,
-        orientation="h",
         marker={
             "color": color,
             "opacity": look.NEW_OPACITY if fresh else look.CACHED_OPACITY,
             "line": {"color": look.INK, "width": 3 if fresh else 1},
         },
         hovertext=hover,
-        hovertemplate="%{hovertext}<extra></extra>",
     )
 
 
@@ -204,18 +201,8 @@ def _masked(data):
 
 
 def _cells(cells):
-    return go.Bar(
-        x=[0.94] * len(cells),
-        y=[FIRST_ROW + r for r, _ in cells],
-        base=[c - 0.47 for _, c in cells],
-        width=0.9,
-        orientation="h",
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
-        constraintext="none",
-        textfont={"color": look.INK, "size": look.TEXT_SIZE},
-        hovertemplate="%{hovertext}<extra></extra>",
+    return look.cells(
+        [c for _, c in cells], [FIRST_ROW + r for r, _ in cells], width=0.9, constraintext="none"
     )
 
 

@@ -49,21 +49,14 @@ def triangle_figure(pieces: Sequence[str]) -> go.Figure:
 
 
 def _cells(cells: list, name: str, marker: dict, text: list | None = None) -> go.Bar:
-    # Bars of length 1, because a heat map's cells cannot be hatched.
-    return go.Bar(
-        x=[0.94] * len(cells),
-        y=[row for row, _ in cells],
-        base=[column - 0.47 for _, column in cells],
-        orientation="h",
+    return look.cells(
+        [column for _, column in cells],
+        [row for row, _ in cells],
         name=name,
         text=text,
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
         textfont={"color": look.INK, "size": look.TEXT_SIZE},
         marker={**marker, "line": {"color": look.INK if text else look.MASKED, "width": 1}},
         hovertext=[f"query {row}, key {column}: {name}" for row, column in cells],
-        hovertemplate="%{hovertext}<extra></extra>",
     )
 
 

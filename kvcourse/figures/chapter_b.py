@@ -179,17 +179,13 @@ def _parts(format: str) -> dict[str, range]:
 def _cells(data: dict, part: str, color: str) -> go.Bar:
     cells = [(row, column, name) for row, name in enumerate(data["rows"]) for column in _parts(name)[part]]
     texts = [data["rows"][name]["bits"][column] for _, column, name in cells]
-    return go.Bar(
-        x=[0.9] * len(cells),
-        y=[row for row, _, _ in cells],
-        base=[column - 0.45 for _, column, _ in cells],
+    return look.cells(
+        [column for _, column, _ in cells],
+        [row for row, _, _ in cells],
+        length=0.9,
         width=0.8,
-        orientation="h",
         name=part,
         text=texts,
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
         constraintext="none",
         textfont={"color": look.INK, "size": look.TEXT_SIZE},
         marker={"color": color, "line": {"color": look.INK, "width": 2 if part == "sign" else 0.5}},
@@ -197,7 +193,6 @@ def _cells(data: dict, part: str, color: str) -> go.Bar:
             f"{name}, {part}: bit {column} is {text}"
             for (_, column, name), text in zip(cells, texts, strict=True)
         ],
-        hovertemplate="%{hovertext}<extra></extra>",
     )
 
 

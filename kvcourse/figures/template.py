@@ -106,6 +106,23 @@ TEMPLATE = go.layout.Template(
 )
 
 
+def cells(x: Sequence[int], y: Sequence[float], *, length: float = 0.94, **trace) -> go.Bar:
+    """A rectangle of this length along x around each (x, y), drawn as a horizontal bar: the cells of a heat
+    map can be neither outlined nor hatched. ``trace`` goes to ``go.Bar``; its ``hovertext`` is what is shown.
+    """
+    return go.Bar(
+        x=[length] * len(x),
+        y=list(y),
+        base=[column - length / 2 for column in x],
+        orientation="h",
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        hovertemplate="%{hovertext}<extra></extra>",
+        **trace,
+    )
+
+
 def plain(text: str) -> str:
     """Text for a label or a hover of a figure as it stands: plotly would read "<b>" or "&amp;" as markup."""
     return html.escape(text, quote=False)

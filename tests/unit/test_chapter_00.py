@@ -147,16 +147,6 @@ def keyword(function, name):
     raise AssertionError(f"no cell of {NOTEBOOK.name} calls {function}")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return kv.load_model("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return kv.load_tokenizer("austen-gpt2")
-
-
 def in_two_orders(model, ids):
     """Logits (T, vocab_size) of one pass and of token after token: the same sums in another order."""
     cache = kv.ContiguousCache.for_model(model)

@@ -27,11 +27,6 @@ DISTURBED = [*ROWS[:3], {**ROWS[3], "why": "other programs kept 2.0 of 2 cores b
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kv.load_model("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
 def ids():
     return kv.load_tokenizer("austen-gpt2").encode(PROMPT)
 

@@ -25,16 +25,6 @@ DRAWN = [(5, " door", figures.CAUSAL), (16, "?", figures.BIDIRECTIONAL)]
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kv.load_model("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return kv.load_tokenizer("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
 def ids(tokenizer):
     return tokenizer.encode(TEXT)
 

@@ -38,11 +38,6 @@ def record(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kv.load_model("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
 def tok():
     return kv.load_tokenizer("austen-gpt2")
 

@@ -34,16 +34,6 @@ TOLERANCE = 2e-4
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kv.load_model("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return kv.load_tokenizer("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
 def ids(tokenizer):
     return tokenizer.encode(PROMPT)
 

@@ -30,11 +30,6 @@ ROUNDING = 1e-4
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kv.load_model("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
 def tok():
     return kv.load_tokenizer("austen-gpt2")
 

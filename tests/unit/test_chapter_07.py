@@ -21,11 +21,6 @@ TINY = kv.ModelConfig("tiny", "gpt2", 2, 2, 2, 4, 8, 16, 10, 64)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kv.load_model("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
 def tok():
     return kv.load_tokenizer("austen-gpt2")
 

@@ -20,11 +20,6 @@ CHEAPEST = {"prefill", "truncate", "layers", "dye + reset"}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kv.load_model("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
 def table(model):
     return diagnosis.symptoms(model)
 

@@ -9,11 +9,6 @@ from kvcourse import tap as module
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kv.load_model("austen-gpt2")
-
-
-@pytest.fixture(scope="module")
 def ids():
     return kv.load_tokenizer("austen-gpt2").encode("She was not quite so happy as she had been")
 
