@@ -54,7 +54,6 @@ def _cells(cells: list, name: str, marker: dict, text: list | None = None) -> go
         [row for row, _ in cells],
         name=name,
         text=text,
-        textfont={"color": look.INK, "size": look.TEXT_SIZE},
         marker={**marker, "line": {"color": look.INK if text else look.MASKED, "width": 1}},
         hovertext=[f"query {row}, key {column}: {name}" for row, column in cells],
     )

@@ -187,7 +187,6 @@ def _cells(data: dict, part: str, color: str) -> go.Bar:
         name=part,
         text=texts,
         constraintext="none",
-        textfont={"color": look.INK, "size": look.TEXT_SIZE},
         marker={"color": color, "line": {"color": look.INK, "width": 2 if part == "sign" else 0.5}},
         hovertext=[
             f"{name}, {part}: bit {column} is {text}"

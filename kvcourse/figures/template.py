@@ -108,8 +108,11 @@ TEMPLATE = go.layout.Template(
 
 def cells(x: Sequence[int], y: Sequence[float], *, length: float = 0.94, **trace) -> go.Bar:
     """A rectangle of this length along x around each (x, y), drawn as a horizontal bar: the cells of a heat
-    map can be neither outlined nor hatched. ``trace`` goes to ``go.Bar``; its ``hovertext`` is what is shown.
+    map can be neither outlined nor hatched. ``trace`` goes to ``go.Bar``; its ``hovertext`` is what is shown,
+    its ``textfont`` the theme's text color when nothing else is asked for.
     """
+    # Without a color plotly chooses one for the light page, unreadable in the dark theme.
+    trace.setdefault("textfont", {"color": INK, "size": TEXT_SIZE})
     return go.Bar(
         x=[length] * len(x),
         y=list(y),

@@ -133,6 +133,14 @@ def test_helpers_make_figures_that_plotly_accepts():
     assert isinstance(figure, go.Figure) and len(figure.data) == 1
 
 
+def test_cells_are_written_in_the_themes_color():
+    """A digit in plotly's own color is dark gray on the dark page."""
+    drawn = look.cells([2], [5], length=0.8, text=["7"], hovertext=["seven"])
+    assert drawn.textfont.color == look.INK and drawn.textfont.size == look.TEXT_SIZE
+    assert (drawn.x, drawn.base, drawn.y) == ((0.8,), (1.6,), (5,))
+    assert look.cells([2], [5], textfont={"color": "#fff"}).textfont.color == "#fff"
+
+
 def test_token_texts_are_no_markup():
     """Tokens such as "<b>" or "&lt;" are shown as they are, in every figure that names tokens."""
     assert look.plain('a <b> & "q"') == 'a &lt;b&gt; &amp; "q"'
