@@ -32,7 +32,8 @@ _HOME = {  # public name -> module that defines it
 }
 _MODULES = {
     "bench", "caches", "checks", "config", "diagnosis", "evaluation", "fetch", "figures", "loading",
-    "measure", "models", "ops", "paths", "progress", "sizing", "tap", "tokenizer", "weights", "widgets",
+    "measure", "models", "ops", "paths", "progress", "sizing", "streams", "tap", "tokenizer",
+    "weights", "widgets",
 }  # fmt: skip
 
 __all__ = sorted([*_HOME, *_MODULES])

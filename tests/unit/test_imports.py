@@ -14,7 +14,7 @@ ROWS = [
     {"config"},
     {"ops"},
     {"evaluation"},
-    {"measure"},
+    {"measure", "streams"},
     {"sizing"},
     {"paging"},
     {"kernels"},
