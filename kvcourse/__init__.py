@@ -27,12 +27,13 @@ _HOME = {  # public name -> module that defines it
     "load_tokenizer": "loading",
     "predict": "widgets",
     "random_model": "loading",
+    "read_config": "hub_config",
     "reveal": "widgets",
     "sampled": "generate",
 }
 _MODULES = {
-    "bench", "caches", "checks", "config", "diagnosis", "evaluation", "fetch", "figures", "loading",
-    "measure", "models", "ops", "paths", "progress", "sizing", "streams", "tap", "tokenizer",
+    "bench", "caches", "checks", "config", "diagnosis", "evaluation", "fetch", "figures", "hub_config",
+    "loading", "measure", "models", "ops", "paths", "progress", "sizing", "streams", "tap", "tokenizer",
     "weights", "widgets",
 }  # fmt: skip
 

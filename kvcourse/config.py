@@ -7,7 +7,51 @@ from types import MappingProxyType
 
 from kvcourse import paths
 
-ARCHITECTURES = ("gpt2",)
+ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma3", "deepseek")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: what a layer keeps of a token is not keys and values but one
+    vector of `kv_lora_rank` numbers for all heads, and a rotated key of `qk_rope_head_dim`.
+
+    `qk_nope_head_dim` and `v_head_dim` are the widths of a head's key (without rotation) and value
+    once they are expanded; `q_lora_rank` is None where queries are not compressed.
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; field names as in its config.json.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+
+    def __post_init__(self):
+        optional = () if self.q_lora_rank is None else ("q_lora_rank",)
+        _check_sizes(self, "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", *optional)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP, in all layers after the first `num_dense_layers`.
+
+    Every token passes through `experts_per_token` of `num_experts` experts of `intermediate_size`,
+    and through all `num_shared_experts`.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    num_shared_experts: int
+    intermediate_size: int
+    num_dense_layers: int = 0
+
+    def __post_init__(self):
+        _check_sizes(self, "num_experts", "experts_per_token", "intermediate_size")
+        _check_sizes(self, "num_shared_experts", "num_dense_layers", least=0)
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is above num_experts {self.num_experts}"
+            )
 
 
 @dataclass(frozen=True)
@@ -17,6 +61,13 @@ class ModelConfig:
     `head_dim` is stated, not derived: in some models (Qwen3) it is not
     hidden_size / num_heads. `max_seq_len` counts positions the model was trained
     for. `intermediate_size` is the width of the MLP's hidden layer.
+
+    tied_embeddings        the logits use the input embedding; otherwise a matrix of their own
+    qkv_bias, qk_norm      queries, keys and values have biases; a norm a head on queries and keys
+    norms_per_layer        2, or 4 where the outputs of attention and MLP are normalized too
+    sliding_window         a token sees this many tokens, itself included, except in the layers of
+    full_attention_layers  which see everything; None: all layers do
+    rope_theta             base of the rotary positions; None where positions are learned
     """
 
     name: str
@@ -30,16 +81,25 @@ class ModelConfig:
     vocab_size: int
     max_seq_len: int
     norm_eps: float = 1e-5
+    tied_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norms_per_layer: int = 2
+    sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
+    rope_theta: float | None = None
+    latent: Latent | None = None
+    experts: Experts | None = None
 
     def __post_init__(self):
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
                 f"architecture {self.architecture!r} is not supported: use one of {', '.join(ARCHITECTURES)}"
             )
-        for field in _SIZES:
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}: it must be a whole number of at least 1")
+        _check_sizes(
+            self, "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size",
+            "intermediate_size", "vocab_size", "max_seq_len", "norms_per_layer",
+        )  # fmt: skip
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
@@ -47,84 +107,143 @@ class ModelConfig:
             )
         if not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps is {self.norm_eps!r}: it must lie between 0 and 1, usually 1e-5")
+        self._check_windows()
+
+    def _check_windows(self):
+        # A list would make the config unhashable, and JSON has no tuples.
+        object.__setattr__(self, "full_attention_layers", tuple(self.full_attention_layers))
+        if self.sliding_window is not None:
+            _check_sizes(self, "sliding_window")
+            if self.latent:
+                raise ValueError("sliding_window and latent are both given: no model here has both")
+        elif self.full_attention_layers:
+            raise ValueError("full_attention_layers without sliding_window: all layers see everything then")
+        for layer in self.full_attention_layers:
+            if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.num_layers:
+                raise ValueError(
+                    f"layer {layer!r} in full_attention_layers is outside 0 … {self.num_layers - 1}"
+                )
 
     @property
     def cache_shape(self):
-        """What two models must share for one's cache to fit the other: (layers, KV heads, head_dim)."""
+        """What two models must share for one's cache to fit the other: (layers, KV heads, head_dim).
+
+        Raises ValueError for a model that caches a latent: it has no rows of this shape.
+        """
+        if self.latent:
+            raise ValueError(
+                f"{self.name} caches a latent, not keys and values per head: kv.sizing.kv_bytes sizes it"
+            )
         return self.num_layers, self.num_kv_heads, self.head_dim
 
     @property
+    def layer_windows(self):
+        """How many tokens each layer sees, itself included: a tuple of int, or None for all of them."""
+        full = set(self.full_attention_layers)
+        return tuple(None if i in full else self.sliding_window for i in range(self.num_layers))
+
+    @property
     def num_parameters(self):
-        """Trained numbers of a GPT-2: tied embedding, positions, layers, the last norm."""
-        d, inner = self.hidden_size, self.intermediate_size
-        attention = 4 * d * d + 4 * d
-        mlp = 2 * d * inner + inner + d
-        layer = attention + mlp + 4 * d  # two norms, a scale and a shift each
-        return (self.vocab_size + self.max_seq_len) * d + self.num_layers * layer + 2 * d
+        """Trained numbers, all experts included; language model only, where there is a vision part."""
+        return self._embeddings + self._shared_by_all_tokens + self._routed(lambda e: e.num_experts)
+
+    @property
+    def active_parameters(self):
+        """Trained numbers that one token passes through: of the experts, only those it is sent to."""
+        return self._embeddings + self._shared_by_all_tokens + self._routed(lambda e: e.experts_per_token)
+
+    @property
+    def step_parameters(self):
+        """Numbers that a decode step of one sequence reads: `active_parameters` without the tables
+        of which it reads a row (learned positions, and an input embedding that the logits do not use)."""
+        head = self.vocab_size * self.hidden_size
+        return head + self._shared_by_all_tokens + self._routed(lambda e: e.experts_per_token)
+
+    @property
+    def attention_matrices(self):
+        """Numbers in the weight matrices of one layer's attention, without biases and norms."""
+        d, heads = self.hidden_size, self.num_heads
+        if not self.latent:
+            return 2 * d * self.head_dim * (heads + self.num_kv_heads)  # Q and output; K and V
+        m = self.latent
+        key = m.qk_nope_head_dim + m.qk_rope_head_dim
+        queries = heads * key * d if m.q_lora_rank is None else m.q_lora_rank * (d + heads * key)
+        compress = d * (m.kv_lora_rank + m.qk_rope_head_dim)
+        expand = m.kv_lora_rank * heads * (m.qk_nope_head_dim + m.v_head_dim)
+        return queries + compress + expand + heads * m.v_head_dim * d
+
+    def mlp_matrices(self, layer):
+        """Numbers in the weight matrices after a layer's attention that every token passes through:
+        the MLP, or the router and the shared experts. Experts chosen per token are counted apart."""
+        if self.experts and layer >= self.experts.num_dense_layers:
+            e = self.experts
+            return self.hidden_size * e.num_experts + e.num_shared_experts * self.expert_matrices
+        return self._mlp(self.intermediate_size)
+
+    @property
+    def expert_matrices(self):
+        """Numbers in one expert's weight matrices; 0 in a model without experts."""
+        return self._mlp(self.experts.intermediate_size) if self.experts else 0
+
+    @property
+    def num_expert_layers(self):
+        """Layers with experts."""
+        return max(self.num_layers - self.experts.num_dense_layers, 0) if self.experts else 0
+
+    def _mlp(self, inner):
+        # All but GPT-2 multiply two projections of the input, one of them through the activation.
+        return (2 if self.architecture == "gpt2" else 3) * self.hidden_size * inner
+
+    @property
+    def _embeddings(self):
+        d = self.hidden_size
+        positions = self.max_seq_len * d if self.architecture == "gpt2" else 0
+        return self.vocab_size * d * (1 if self.tied_embeddings else 2) + positions
+
+    @property
+    def _shared_by_all_tokens(self):
+        layers = range(self.num_layers)
+        matrices = sum(self.attention_matrices + self.mlp_matrices(layer) for layer in layers)
+        return matrices + self.num_layers * self._layer_vectors + self._norm
+
+    @property
+    def _norm(self):
+        return self.hidden_size * (2 if self.architecture == "gpt2" else 1)  # GPT-2: a shift beside the scale
+
+    @property
+    def _layer_vectors(self):
+        """Norms and biases of one layer."""
+        d, vectors = self.hidden_size, self.norms_per_layer * self._norm
+        if self.architecture == "gpt2":
+            vectors += 4 * d + self.intermediate_size + d  # biases of attention and MLP
+        if self.qkv_bias:
+            vectors += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        if self.qk_norm:
+            vectors += 2 * self.head_dim
+        if self.latent:
+            vectors += self.latent.kv_lora_rank + (
+                self.latent.q_lora_rank or 0
+            )  # norms of what is compressed
+        return vectors
+
+    def _routed(self, experts_counted):
+        if not self.experts:
+            return 0
+        return self.num_expert_layers * self.expert_matrices * experts_counted(self.experts)
 
 
-_SIZES = (
-    "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size",
-    "intermediate_size", "vocab_size", "max_seq_len",
-)  # fmt: skip
+def _check_sizes(owner, *fields, least=1):
+    for field in fields:
+        value = getattr(owner, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{field} is {value!r}: it must be a whole number of at least {least}")
 
 
-def from_huggingface(described, name):
-    """A ModelConfig from the dict of a Hugging Face `config.json`.
-
-    Raises ValueError, in one line, for another model type, a missing field, a value of
-    the wrong kind, or a setting that this course's GPT-2 does not compute (another
-    activation, scaled attention by layer).
-    """
-    if not isinstance(described, dict):
-        raise ValueError(f"{name}: config.json holds {described!r:.40}: it must hold an object of settings")
-    kind = described.get("model_type")
-    if kind != "gpt2":
-        raise ValueError(f"{name}: model_type {kind!r} is not supported: this course loads 'gpt2' folders")
-    activation = described.get("activation_function", "gelu_new")
-    if activation not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise ValueError(f"{name}: activation {activation!r} is not supported: GPT-2 uses 'gelu_new'")
-    for flag, usual in _GPT2_FLAGS.items():
-        if described.get(flag, usual) != usual:
-            raise ValueError(f"{name}: {flag}={described[flag]} is not supported: only {usual} is")
-    missing = [key for key in ("n_embd", "n_layer", "n_head", "vocab_size") if key not in described]
-    if missing:
-        raise ValueError(f"{name}: config.json lacks {', '.join(missing)}: is it a GPT-2 model folder?")
-    described = {"n_positions": 1024, "layer_norm_epsilon": 1e-5, **described}
-    hidden, heads = _size(described, "n_embd", name), _size(described, "n_head", name)
-    inner = 4 * hidden if described.get("n_inner") is None else _size(described, "n_inner", name)
-    eps = described["layer_norm_epsilon"]
-    if type(eps) is not float or not 0 < eps < 1:
-        raise ValueError(f"{name}: layer_norm_epsilon is {eps!r}: it must lie between 0 and 1, usually 1e-5")
-    if hidden % heads:
-        raise ValueError(f"{name}: n_embd {hidden} is not a multiple of n_head {heads}")
-    return ModelConfig(
-        name=name,
-        architecture="gpt2",
-        num_layers=_size(described, "n_layer", name),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        vocab_size=_size(described, "vocab_size", name),
-        max_seq_len=_size(described, "n_positions", name),
-        norm_eps=eps,
-    )
-
-
-def _size(described, key, name):
-    value = described[key]
-    if type(value) is not int or value < 1:  # isinstance would let True pass
-        raise ValueError(f"{name}: {key} is {value!r}: it must be a whole number of at least 1")
-    return value
-
-
-_GPT2_FLAGS = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-}
+def from_fields(name, fields):
+    """A ModelConfig from plain fields, as `data/models.json` stores them: `latent` and `experts` as dicts."""
+    parts = {"latent": Latent, "experts": Experts}
+    made = {key: kind(**fields[key]) for key, kind in parts.items() if fields.get(key) is not None}
+    return ModelConfig(name=name, **(fields | made))
 
 
 @cache
@@ -133,7 +252,7 @@ def catalogue():
     with open(paths.data_dir() / "models.json", encoding="utf-8") as file:
         entries = json.load(file)["models"]
     # Read-only: every caller gets the same dict.
-    return MappingProxyType({key: ModelConfig(name=key, **entry["config"]) for key, entry in entries.items()})
+    return MappingProxyType({key: from_fields(key, entry["config"]) for key, entry in entries.items()})
 
 
 def lookup(key):

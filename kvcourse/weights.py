@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcourse import config as configs
 from kvcourse import fetch as fetching
 from kvcourse import paths
+from kvcourse.hub_config import from_huggingface
 
 WEIGHTS = "model.safetensors"
 
@@ -106,7 +106,13 @@ def load(name):
     """
     folder, label = _folder_of(name)
     described = _read_json(folder / "config.json")
-    return configs.from_huggingface(described, label), _read_params(folder / WEIGHTS)
+    kind = described.get("model_type") if isinstance(described, dict) else "gpt2"
+    if kind != "gpt2":
+        raise ValueError(
+            f"{label}: model_type {kind!r} is not supported: this course loads 'gpt2' folders, "
+            f"and sizes others with kv.read_config"
+        )
+    return from_huggingface(described, label), _read_params(folder / WEIGHTS)
 
 
 def tokenizer_folder(name):

@@ -177,7 +177,14 @@ def check_params(config, params):
 
 
 def param_shapes(config):
-    """{parameter name: shape} of a GPT-2 of this config, in the order of the forward pass."""
+    """{parameter name: shape} of a GPT-2 of this config, in the order of the forward pass.
+
+    Raises ValueError for a config of another architecture.
+    """
+    if config.architecture != "gpt2":
+        raise ValueError(
+            f"{config.name} is a {config.architecture} shape: this course sizes it, and computes GPT-2 only"
+        )
     d, inner = config.hidden_size, config.intermediate_size
     shapes = {"wte.weight": (config.vocab_size, d), "wpe.weight": (config.max_seq_len, d)}
     parts = {

@@ -7,7 +7,6 @@ import pytest
 from kvcourse import config as configs
 
 GPT2 = configs.lookup("gpt2")
-HUGGINGFACE = dict(model_type="gpt2", n_embd=768, n_layer=12, n_head=12, vocab_size=50257, n_positions=1024)
 
 
 @pytest.mark.parametrize(
@@ -42,58 +41,6 @@ def test_catalogue_parameter_counts_are_the_published_ones(name, millions):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(KeyError, match="use one of gpt2, "):
         configs.lookup("gpt3")
-
-
-def test_huggingface_config_becomes_the_catalogue_shape():
-    assert configs.from_huggingface(HUGGINGFACE, "gpt2") == GPT2
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(model_type="llama"), "model_type 'llama' is not supported"),
-        (dict(activation_function="relu"), "activation 'relu'"),
-        (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
-        (dict(tie_word_embeddings=False), "tie_word_embeddings=False"),
-        (dict(n_head=7), "n_embd 768 is not a multiple of n_head 7"),
-    ],
-)
-def test_huggingface_settings_we_do_not_compute_are_refused(change, words):
-    with pytest.raises(ValueError, match=words):
-        configs.from_huggingface(HUGGINGFACE | change, "somewhere")
-
-
-@pytest.mark.parametrize("key", ["n_embd", "n_layer", "n_head", "n_inner", "vocab_size", "n_positions"])
-@pytest.mark.parametrize("value", ["16", 0, -1, True, 1.5, []])
-def test_a_huggingface_size_of_the_wrong_kind(key, value):
-    with pytest.raises(ValueError, match="somewhere: ") as caught:
-        configs.from_huggingface(HUGGINGFACE | {key: value}, "somewhere")
-    assert f"{key} is {value!r}: it must be a whole number" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "described, words",
-    [
-        ([], "config.json holds \\[\\]"),
-        (None, "config.json holds None"),
-        (HUGGINGFACE | dict(n_embd=None), "n_embd is None"),
-        (HUGGINGFACE | dict(layer_norm_epsilon="1e-5"), "somewhere: layer_norm_epsilon is '1e-5'"),
-        (HUGGINGFACE | dict(layer_norm_epsilon=None), "somewhere: layer_norm_epsilon is None"),
-    ],
-)
-def test_huggingface_configs_of_the_wrong_kind(described, words):
-    with pytest.raises(ValueError, match=words):
-        configs.from_huggingface(described, "somewhere")
-
-
-def test_no_inner_width_means_four_times_the_hidden_one():
-    assert configs.from_huggingface(HUGGINGFACE | dict(n_inner=None), "gpt2").intermediate_size == 4 * 768
-    assert configs.from_huggingface(HUGGINGFACE | dict(n_inner=100), "gpt2").intermediate_size == 100
-
-
-def test_a_config_without_its_fields_names_them():
-    with pytest.raises(ValueError, match="lacks n_embd, n_layer"):
-        configs.from_huggingface({"model_type": "gpt2", "n_head": 1, "vocab_size": 5}, "somewhere")
 
 
 def test_the_catalogue_cannot_be_changed_by_a_reader():

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "kvcourse"
 
 ROWS = [
     {"paths", "fetch"},
-    {"config"},
+    {"config", "hub_config"},
     {"ops"},
     {"evaluation"},
     {"measure", "streams"},

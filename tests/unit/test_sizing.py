@@ -47,7 +47,7 @@ def test_kv_bytes_per_token_of_gpt2():
     assert sizing.kv_bytes_per_token(GPT2, bytes_per_number=4) == 73_728
 
 
-@pytest.mark.parametrize("bytes_per_number", [0, -1, "float16", float("nan")])
+@pytest.mark.parametrize("bytes_per_number", [0, -1, float("inf"), float("nan"), None])
 def test_impossible_precisions_are_refused(bytes_per_number):
     with pytest.raises(ValueError, match="bytes_per_number is"):
         sizing.kv_bytes_per_token(GPT2, bytes_per_number)

@@ -1,7 +1,6 @@
-"""Pure arithmetic on shapes: positions, bytes, FLOPs. No arrays, no clock."""
+"""Counting positions and rows: what a loop computes, what a growing cache copies and reserves."""
 
-import operator
-from dataclasses import dataclass
+from kvcourse.sizing.units import at_least
 
 
 def positions_processed(prompt, new, cached):
@@ -10,54 +9,12 @@ def positions_processed(prompt, new, cached):
     Without a cache step i passes all prompt + i positions through; with one, the
     prompt goes once and then every written token but the last, which is never read.
     """
-    (prompt,), (new,) = _at_least(1, prompt=prompt), _at_least(0, new=new)
+    (prompt,), (new,) = at_least(1, prompt=prompt), at_least(0, new=new)
     if new == 0:
         return 0
     if cached:
         return prompt + new - 1
     return new * prompt + new * (new - 1) // 2
-
-
-@dataclass(frozen=True)
-class Flops:
-    """Floating-point operations of one pass, a multiply-add counted as two.
-
-    `linear` grows with the number of new tokens alone (the weight products);
-    `attention` also with the tokens before them (scores and weighted sums).
-    """
-
-    linear: int
-    attention: int
-
-    @property
-    def total(self):
-        """Both kinds together."""
-        return self.linear + self.attention
-
-
-def forward_flops(config, new_tokens, past_tokens=0, logit_rows=1):
-    """FLOPs of passing `new_tokens` through the model behind `past_tokens` cached ones.
-
-    Counts matrix products only. Attention counts the query–key pairs that the causal
-    mask allows, so a pass over T tokens from the start has T(T + 1)/2 of them a head.
-    """
-    (new_tokens,) = _at_least(1, new_tokens=new_tokens)
-    past_tokens, logit_rows = _at_least(0, past_tokens=past_tokens, logit_rows=logit_rows)
-    d, heads = config.hidden_size, config.num_heads * config.head_dim
-    kv = config.num_kv_heads * config.head_dim
-    per_token = d * (heads + 2 * kv) + heads * d + 2 * d * config.intermediate_size
-    linear = 2 * (config.num_layers * new_tokens * per_token + logit_rows * d * config.vocab_size)
-    pairs = new_tokens * past_tokens + new_tokens * (new_tokens + 1) // 2
-    return Flops(linear, config.num_layers * 2 * 2 * pairs * heads)
-
-
-def kv_bytes_per_token(config, bytes_per_number=2):
-    """Bytes one token's keys and values take: 2 · layers · KV heads · head_dim · bytes per number."""
-    if not isinstance(bytes_per_number, int | float) or not bytes_per_number > 0:
-        raise ValueError(
-            f"bytes_per_number is {bytes_per_number!r}: give a number above 0, such as 2 for float16"
-        )
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_number
 
 
 STRATEGIES = ("concatenate", "double", "preallocate")  # ways to keep a growing sequence in one array
@@ -93,7 +50,7 @@ def rows_reserved(strategy, seq_len, max_seq_len, prompt=1, capacity=16):
     Raises ValueError as there, and when the tokens or the first capacity exceed `max_seq_len`.
     """
     prompt, seq_len, capacity = _growth(strategy, seq_len, prompt, capacity)
-    (max_seq_len,) = _at_least(1, max_seq_len=max_seq_len)
+    (max_seq_len,) = at_least(1, max_seq_len=max_seq_len)
     for name, value in (("seq_len", seq_len), ("capacity", capacity if strategy == "double" else 1)):
         if value > max_seq_len:
             raise ValueError(
@@ -109,8 +66,8 @@ def rows_reserved(strategy, seq_len, max_seq_len, prompt=1, capacity=16):
 def _growth(strategy, seq_len, prompt, capacity):
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}: choose one of {', '.join(STRATEGIES)}")
-    prompt, capacity = _at_least(1, prompt=prompt, capacity=capacity)
-    (seq_len,) = _at_least(prompt, seq_len=seq_len)
+    prompt, capacity = at_least(1, prompt=prompt, capacity=capacity)
+    (seq_len,) = at_least(prompt, seq_len=seq_len)
     return prompt, seq_len, capacity
 
 
@@ -118,13 +75,3 @@ def _doubled(seq_len, prompt, capacity):
     """The first of c, 2c, 4c … that holds seq_len rows, where c is the capacity after the prompt."""
     first = capacity if prompt <= capacity else max(2 * capacity, prompt)
     return first << ((seq_len - 1) // first).bit_length()
-
-
-def _at_least(limit, **values):
-    """The values as Python ints, which do not overflow; ValueError below the limit, TypeError for 1.5."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {value!r}: it must be a whole number, at least {limit}")
-        if operator.index(value) < limit:
-            raise ValueError(f"{name} is {value}: it must be at least {limit}")
-    return [operator.index(value) for value in values.values()]
