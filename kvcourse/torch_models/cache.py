@@ -1,0 +1,185 @@
+"""`BatchCache`: keys and values of a batch of sequences, preallocated on the device."""
+
+import operator
+
+import torch
+
+from kvcourse.caches import CacheFull
+
+
+class BatchCache:
+    """Room for `batch` sequences of `max_seq_len` tokens each, every sequence with its own length.
+
+    keys, values  (num_layers, batch, num_heads, max_seq_len, head_dim), dtype and device of the model
+    lengths       int64 (batch,) on the device: tokens held by each sequence, so also the position
+                  of its next one. Read it; change it with set_lengths() and reset() only.
+
+    A sequence's rows from its length on do not count. Those below the longest sequence's length are
+    still read, and get the weight 0; 0 × NaN is NaN, so they must be finite: new rows are zeros, and
+    reset() zeroes them again.
+
+    Raises TypeError or ValueError for a batch or a max_seq_len that is no whole number of at least 1,
+    and ValueError for more tokens than the model has positions. torch.OutOfMemoryError where the
+    device has no room.
+    """
+
+    def __init__(self, net, batch, max_seq_len):
+        c = net.config
+        batch, max_seq_len = whole(batch, "batch"), whole(max_seq_len, "max_seq_len")
+        if max_seq_len > c.max_seq_len:
+            raise ValueError(
+                f"max_seq_len {max_seq_len:,} is more than the {c.max_seq_len:,} positions of {c.name}"
+            )
+        shape = (c.num_layers, batch, c.num_heads, max_seq_len, c.head_dim)
+        self.config, self.batch, self.max_seq_len = c, batch, max_seq_len
+        self.keys = torch.zeros(shape, dtype=net.dtype, device=net.device)
+        self.values = torch.zeros(shape, dtype=net.dtype, device=net.device)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=net.device)
+        self._sequences = torch.arange(batch, device=net.device)  # (batch,), the first index of a write
+        self._rows = torch.arange(max_seq_len, device=net.device)  # (max_seq_len,), for the mask
+        # The lengths once more on the host: reading the device's would wait for all its queued work.
+        self._host = [0] * batch
+        self._moving = False  # True while host and device lengths may differ
+
+    @property
+    def nbytes(self):
+        """Bytes reserved for keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def nbytes_used(self):
+        """Bytes of the reserved ones that hold tokens."""
+        return self.nbytes // (self.batch * self.max_seq_len) * sum(self._host)
+
+    @property
+    def dtype(self):
+        """The torch.dtype of a stored number."""
+        return self.keys.dtype
+
+    @property
+    def device(self):
+        """The torch.device the rows lie on."""
+        return self.keys.device
+
+    @property
+    def longest(self):
+        """Tokens of the longest sequence, an int. Does not wait for the device."""
+        return max(self._host)
+
+    @property
+    def ragged(self):
+        """True when the sequences have different lengths. Does not wait for the device."""
+        return min(self._host) != max(self._host)
+
+    def set_lengths(self, lengths):
+        """Say how many rows of each sequence count: an int for all, or a list of one a sequence.
+
+        To go back to an earlier length, or to time a step on a cache that was filled with
+        fill_random(). Raises ValueError or TypeError, the cache unchanged, for a length outside
+        0 … max_seq_len or another number of lengths than sequences.
+        """
+        given = [lengths] * self.batch if not hasattr(lengths, "__len__") else list(lengths)
+        if len(given) != self.batch:
+            raise ValueError(f"{len(given)} lengths for a batch of {self.batch}: give one a sequence")
+        given = [whole(n, "length", low=0) for n in given]
+        if max(given) > self.max_seq_len:
+            raise ValueError(f"length {max(given):,} is outside 0 … {self.max_seq_len:,}, the rows there are")
+        self._move(given)
+
+    def reset(self):
+        """Forget every sequence and zero the rows; nothing is allocated or freed."""
+        self.set_lengths(0)
+        self.keys.zero_()
+        self.values.zero_()
+
+    def fill_random(self, seq_len, seed=0):
+        """Random rows for `seq_len` tokens of every sequence, as if they had been computed: for timing.
+
+        A step takes as long on them as on real ones. All sequences and layers get the same rows.
+        """
+        self.set_lengths(seq_len)
+        generator = torch.Generator().manual_seed(seed)
+        _, _, heads, _, head_dim = self.keys.shape
+        for rows in (self.keys, self.values):
+            random = torch.randn(heads, seq_len, head_dim, generator=generator)
+            rows[:, :, :, :seq_len] = random.to(rows.device, rows.dtype)
+
+    # --- for the model ---------------------------------------------------------------
+
+    def check_room(self, span=None):
+        """Raise CacheFull unless the longest sequence's next token fits, in the first `span` rows if given."""
+        if span is not None and self.longest < self.max_seq_len and self.longest >= span:
+            raise CacheFull(
+                f"{self.longest + 1:,} tokens do not fit in the {span:,} rows that the graph reads: "
+                f"record one with a larger span"
+            )
+        if self.longest >= self.max_seq_len:
+            raise CacheFull(
+                f"{self.longest + 1:,} tokens do not fit in a cache of {self.max_seq_len:,} "
+                f"({self.longest:,} held, 1 new): reset() it, or make it larger (max_seq_len)"
+            )
+
+    def settle(self):
+        """Bring the device's lengths back to the host's after a call that was interrupted between them."""
+        if self._moving:
+            self._move(self._host)
+
+    def write_prompt(self, layer, k, v):
+        """Rows 0 … T − 1 of every sequence in one layer: k, v (batch, num_heads, T, head_dim)."""
+        self.keys[layer, :, :, : k.shape[2]] = k
+        self.values[layer, :, :, : v.shape[2]] = v
+
+    def write_next(self, layer, k, v):
+        """One row of each sequence, at its own length, in place: k, v (batch, num_heads, head_dim)."""
+        self.keys[layer][self._sequences, :, self.lengths] = k
+        self.values[layer][self._sequences, :, self.lengths] = v
+
+    def rows(self, layer, span):
+        """The first `span` rows of one layer, views: K and V (batch, num_heads, span, head_dim)."""
+        return self.keys[layer, :, :, :span], self.values[layer, :, :, :span]
+
+    def mask(self, span):
+        """What is added to the scores of the next tokens: 0 for rows up to a sequence's length, else −inf.
+
+        (batch, 1, 1, span) in the cache's dtype. The row at the length is the new token's own.
+        """
+        unseen = self._rows[:span] > self.lengths[:, None]  # (batch, span)
+        mask = torch.zeros(self.batch, span, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(unseen, float("-inf"))[:, None, None]
+
+    def grow(self):
+        """One more token in every sequence, on the device and on the host."""
+        self.begin_growing()
+        self.lengths.add_(1)
+        self.end_growing()
+
+    def begin_growing(self):
+        """Before the device's lengths move: from here to end_growing() the host's are the true ones."""
+        self._moving = True
+
+    def end_growing(self):
+        """The device's lengths have grown by one: now the host's."""
+        self._host = [n + 1 for n in self._host]
+        self._moving = False
+
+    def _move(self, lengths):
+        self._moving = True
+        if min(lengths) == max(lengths):
+            self.lengths.fill_(lengths[0])
+        else:
+            self.lengths.copy_(torch.tensor(lengths))
+        self._host = lengths
+        self._moving = False
+
+
+def whole(number, name, low=1):
+    """`number` as an int; TypeError unless it is whole, ValueError below `low`, both naming it `name`."""
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        value = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} is {number!r}: give a whole number of at least {low}") from None
+    if value < low:
+        raise ValueError(f"{name} is {value}: give at least {low}")
+    return value

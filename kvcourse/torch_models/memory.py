@@ -1,0 +1,145 @@
+"""`MemoryCap`: a device that has less memory than it has, to run out of it on purpose."""
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryCap:
+    """Inside `with MemoryCap(limit_bytes, device):` no more than so many bytes can be allocated there.
+
+    limit_bytes  a whole number of bytes
+    device       "cuda": PyTorch's allocator itself gets the limit, and everything the process holds
+                 there counts. "cpu" or "meta": bookkeeping. Every tensor made inside the block
+                 counts from its making until nothing refers to its memory any more, wherever
+                 that happens; tensors from outside count once they are given to `count()`.
+
+    What goes past the limit raises torch.OutOfMemoryError, and the tensor in question is gone. A
+    variable, a list, a view, or a traceback that still holds a tensor keeps its bytes counted. The
+    same cap may be entered again, and `held` stays right in between.
+    """
+
+    def __init__(self, limit_bytes, device="cpu"):
+        if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 1:
+            raise ValueError(f"limit_bytes is {limit_bytes!r}: give a whole number of bytes, at least 1")
+        self.limit_bytes = limit_bytes
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            self._ledger = _CudaLimit(limit_bytes, self.device)
+        elif self.device.type in ("cpu", "meta"):
+            self._ledger = _Ledger(limit_bytes, self.device)
+        else:
+            raise ValueError(f"device {str(device)!r} is not supported: use 'cpu', 'cuda' or 'meta'")
+
+    def __enter__(self):
+        self._ledger.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._ledger.__exit__(*error)
+
+    @property
+    def held(self):
+        """Bytes held now."""
+        return self._ledger.held
+
+    @property
+    def peak(self):
+        """The most bytes that were held at once since the cap was first entered."""
+        return self._ledger.peak
+
+    def count(self, *tensors):
+        """Count tensors that were made outside the block, such as a model's weights. On "cuda" they do already."""
+        self._ledger.count(tensors)
+
+
+class _Ledger(TorchDispatchMode):
+    """Bytes of live storages: entered when an operation returns one, struck out when it is freed."""
+
+    def __init__(self, limit, device):
+        super().__init__()
+        self.limit, self.device = limit, device
+        self.held = self.peak = 0
+        self._sizes = {}  # identity of a live storage -> its bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        refused = "" if func.is_view else self._enter(tree_leaves(result))
+        if refused:
+            # The traceback keeps this frame, and its variables would keep their tensors.
+            del result, args, kwargs
+            raise torch.OutOfMemoryError(refused)
+        return result
+
+    def count(self, tensors):
+        refused = self._enter(tensors)
+        if refused:
+            raise torch.OutOfMemoryError(refused)
+
+    def _enter(self, values):
+        """Count the storages of all tensors among `values`. Returns "", or why one was refused."""
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.device.type == self.device.type:
+                storage = value.untyped_storage()
+                refused = self._enter_storage(storage._cdata, storage.nbytes(), storage)
+                if refused:
+                    return refused
+        return ""
+
+    def _enter_storage(self, key, size, storage):
+        more = size - self._sizes.get(key, 0)
+        if self.held + more > self.limit:
+            return (
+                f"out of memory: {_gib(more)} asked for, {_gib(self.held)} of {_gib(self.limit)} held: "
+                f"let go of tensors that are no longer needed, or ask for less"
+            )
+        if key not in self._sizes:
+            weakref.finalize(storage, self._strike, key).atexit = False
+        self._sizes[key] = size
+        self.held += more
+        self.peak = max(self.peak, self.held)
+        return ""
+
+    def _strike(self, key):
+        self.held -= self._sizes.pop(key)
+
+
+class _CudaLimit:
+    """The limit of PyTorch's CUDA allocator: a share of the card's memory, given back on leaving."""
+
+    def __init__(self, limit, device):
+        if not torch.cuda.is_available():
+            raise ValueError("device 'cuda': PyTorch finds no CUDA device here, use 'cpu' or 'meta'")
+        self.device = device
+        total = torch.cuda.get_device_properties(device).total_memory
+        self._fraction = min(1.0, limit / total)
+        self._entered = False
+
+    def __enter__(self):
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # kept but unused blocks count against the limit
+        self._before = torch.cuda.get_per_process_memory_fraction(self.device)
+        torch.cuda.set_per_process_memory_fraction(self._fraction, self.device)
+        if not self._entered:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._entered = True
+
+    def __exit__(self, *error):
+        torch.cuda.set_per_process_memory_fraction(self._before, self.device)
+
+    @property
+    def held(self):
+        return torch.cuda.memory_allocated(self.device)
+
+    @property
+    def peak(self):
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def count(self, tensors):
+        """Nothing to do: the allocator knows every tensor of the process."""
+
+
+def _gib(size):
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"

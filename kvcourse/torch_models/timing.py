@@ -1,0 +1,37 @@
+"""Seconds a device takes for a call, by the device's own clock where it has one."""
+
+import torch
+
+from kvcourse import measure
+
+
+def event_seconds(fn, repeats=7, warmup=2, device=None):
+    """Time fn() as the device sees it; a measure.Timing (`.min`, `.median`, `.samples`, in seconds).
+
+    On a CUDA device two events stand around each call in the device's queue, and the device notes
+    the time when it reaches them; the host waits once, after the last. On a CPU the call
+    returns when the work is done, and the clock is right: measure.time_call.
+
+    device  where fn works: "cuda" or "cpu" (default: "cuda" where this process has used one)
+    Raises ValueError for fewer than 1 repeat or a negative warm-up.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    device = torch.device(device)
+    if device.type != "cuda":
+        return measure.time_call(fn, repeats, warmup)
+    if repeats < 1 or warmup < 0:
+        raise ValueError(f"repeats={repeats}, warmup={warmup}: give at least 1 repeat and 0 warm-ups")
+    with torch.cuda.device(device):
+        for _ in range(warmup):
+            fn()
+        torch.cuda.synchronize()
+        pairs = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            fn()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+    return measure.Timing(tuple(start.elapsed_time(end) / 1e3 for start, end in pairs))  # from milliseconds
