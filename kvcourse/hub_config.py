@@ -180,9 +180,10 @@ def _deepseek(fields):
             intermediate_size=fields.size("moe_intermediate_size"),
             num_dense_layers=fields.size("first_k_dense_replace", 0, least=0),
         )
-    heads = fields.size("num_attention_heads")
-    shape = _shape(fields, eps=1e-6, head_dim=latent.qk_nope_head_dim + latent.qk_rope_head_dim)
-    shape |= {"num_kv_heads": heads}
+    # transformers writes the rotated part alone as head_dim, and num_key_value_heads caches nothing.
+    key = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    shape = _shape(fields, eps=1e-6, head_dim=key) | {"head_dim": key}
+    shape["num_kv_heads"] = shape["num_heads"]
     return ModelConfig(architecture="deepseek", latent=latent, experts=experts, **shape)
 
 

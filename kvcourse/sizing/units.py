@@ -35,7 +35,8 @@ def format_bytes(count, unit="GiB", digits=2):
     """Bytes in one unit, thousands separated: format_bytes(301_465_600, "MiB", 1) = "287.5 MiB"."""
     if unit not in UNITS:
         raise ValueError(f"unit {unit!r} is not known: use one of {', '.join(UNITS)}")
-    return f"{count / UNITS[unit]:,.{0 if unit == 'B' else digits}f} {unit}"
+    amount = Decimal(count) / UNITS[unit]  # a float would round large counts
+    return f"{amount:,.{0 if unit == 'B' else digits}f} {unit}"
 
 
 def at_least(limit, **values):

@@ -1,10 +1,13 @@
 """ModelConfig refuses impossible shapes in one line; the catalogue's shapes are right."""
 
+import json
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+import kvcourse as kv
 from kvcourse import config as configs
+from kvcourse import paths
 
 GPT2 = configs.lookup("gpt2")
 
@@ -46,3 +49,61 @@ def test_an_unknown_name_lists_the_known_ones():
 def test_the_catalogue_cannot_be_changed_by_a_reader():
     with pytest.raises(TypeError):
         configs.catalogue()["gpt2"] = None
+
+
+def test_an_entry_records_the_parameters_that_its_shape_has():
+    """Counted for each model from the modules of transformers 5.24 on the meta device."""
+    with open(paths.data_dir() / "models.json", encoding="utf-8") as file:
+        entries = json.load(file)["models"]
+    for key, config in configs.catalogue().items():
+        assert config.num_parameters == entries[key]["parameters"], key
+        assert config.active_parameters == entries[key].get("active_parameters", config.num_parameters), key
+        assert entries[key]["source"].startswith("https://")
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [("llama-3.1-8b", 8.03), ("llama-3.1-405b", 405.85), ("qwen2.5-3b", 3.09), ("deepseek-v3", 671.03)],
+)
+def test_published_parameter_counts(name, billions):
+    assert round(configs.lookup(name).num_parameters / 1e9, 2) == billions
+
+
+def test_what_a_step_reads():
+    gpt2, llama, v3 = (configs.lookup(key) for key in ("gpt2", "llama-3.1-8b", "deepseek-v3"))
+    assert gpt2.num_parameters - gpt2.step_parameters == 1024 * 768  # one row of the position table
+    assert llama.num_parameters - llama.step_parameters == 128_256 * 4096  # one row of the input embedding
+    assert configs.lookup("qwen3-4b").step_parameters == configs.lookup("qwen3-4b").num_parameters  # tied
+    assert round(v3.step_parameters / 1e9, 1) == 36.6  # the card: 36.7B activated
+
+
+def test_layer_windows():
+    gemma = configs.lookup("gemma-3-4b").layer_windows
+    assert gemma[:12] == (1024,) * 5 + (None,) + (1024,) * 5 + (None,)
+    assert len(gemma) == 34 and gemma.count(None) == 5
+    assert configs.lookup("mistral-7b-v0.1").layer_windows == (4096,) * 32
+    assert configs.lookup("llama-2-7b").layer_windows == (None,) * 32
+
+
+@pytest.mark.parametrize(
+    "key, change, words",
+    [
+        ("mistral-7b-v0.1", dict(sliding_window=0), "sliding_window is 0"),
+        ("mistral-7b-v0.1", dict(full_attention_layers=(32,)), "layer 32 in full_attention_layers"),
+        ("llama-2-7b", dict(full_attention_layers=(1,)), "without sliding_window"),
+        ("deepseek-v3", dict(sliding_window=8), "sliding_window and latent are both given"),
+    ],
+)
+def test_impossible_windows_are_refused(key, change, words):
+    with pytest.raises(ValueError, match=words):
+        replace(configs.lookup(key), **change)
+
+
+def test_a_latent_has_no_rows_per_head():
+    with pytest.raises(ValueError, match="deepseek-v3 caches a latent"):
+        configs.lookup("deepseek-v3").cache_shape  # noqa: B018 - looking it up is the point
+
+
+def test_models_that_are_sized_but_not_computed():
+    with pytest.raises(ValueError, match="llama-3.1-8b is a llama shape"):
+        kv.random_model("llama-3.1-8b")
