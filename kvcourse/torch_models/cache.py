@@ -107,7 +107,7 @@ class BatchCache:
     # --- for the model ---------------------------------------------------------------
 
     def check_room(self, span=None):
-        """Raise CacheFull unless the longest sequence's next token fits, in the first `span` rows if given."""
+        """Raise CacheFull unless every sequence has a free row, one of the first `span` if given."""
         if span is not None and self.longest < self.max_seq_len and self.longest >= span:
             raise CacheFull(
                 f"{self.longest + 1:,} tokens do not fit in the {span:,} rows that the graph reads: "

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcourse.caches import CacheFull
+from kvcourse.models.gpt2 import GPT2 as NumpyGPT2
 from kvcourse.models.gpt2 import check_ids
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -24,10 +25,15 @@ class GPT2:
             memory is taken (for counting launches and bytes)
     dtype   "float32", "float16" or "bfloat16", of weights, cache and computation
 
-    Raises ValueError for an unknown dtype and for a device that this machine lacks.
+    Raises TypeError for a model that is not the NumPy GPT-2, ValueError for an unknown dtype and for a
+    device that this machine lacks.
     """
 
     def __init__(self, model, device="cpu", dtype="float32"):
+        if not isinstance(model, NumpyGPT2):
+            raise TypeError(
+                f"a {type(model).__name__} is given: give a GPT-2, as kv.load_model(name) returns"
+            )
         self.config = model.config
         self.dtype = _dtype(dtype)
         self.device = _device(device)
@@ -173,6 +179,8 @@ class GPT2:
         """Prompts as ids (B, T) on the device, padded at the end with 0, and their lengths as a list."""
         if cache.longest:
             raise ValueError(f"the cache holds up to {cache.longest:,} tokens already: reset() it first")
+        if isinstance(prompts, str) or any(isinstance(p, str) or not hasattr(p, "__len__") for p in prompts):
+            raise TypeError(f"prompts are {prompts!r:.40}: give one list of token ids a sequence")
         prompts = [check_ids(prompt, self.config) for prompt in prompts]
         lengths = [len(prompt) for prompt in prompts]
         if len(prompts) != cache.batch:

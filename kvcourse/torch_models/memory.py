@@ -51,7 +51,8 @@ class MemoryCap:
         return self._ledger.peak
 
     def count(self, *tensors):
-        """Count tensors that were made outside the block, such as a model's weights. On "cuda" they do already."""
+        """Count tensors that were made outside the block, such as a model's weights. On "cuda" they
+        count already. Raises torch.OutOfMemoryError when they do not fit."""
         self._ledger.count(tensors)
 
 
@@ -62,48 +63,52 @@ class _Ledger(TorchDispatchMode):
         super().__init__()
         self.limit, self.device = limit, device
         self.held = self.peak = 0
-        self._sizes = {}  # identity of a live storage -> its bytes
+        self._live = set()  # identities of the storages that count now
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        refused = "" if func.is_view else self._enter(tree_leaves(result))
+        # A view, an operation in place and `out=` give back memory that came in: not theirs to count.
+        # Only lift_fresh, the last step of torch.tensor(…), is given memory that is new.
+        came_in = set() if func is torch.ops.aten.lift_fresh.default else self._storages((args, kwargs))
+        refused = self._enter(self._storages(result) - came_in)
         if refused:
             # The traceback keeps this frame, and its variables would keep their tensors.
-            del result, args, kwargs
+            del result, args, kwargs, came_in
             raise torch.OutOfMemoryError(refused)
         return result
 
     def count(self, tensors):
-        refused = self._enter(tensors)
+        refused = self._enter(self._storages(tensors))
         if refused:
             raise torch.OutOfMemoryError(refused)
 
-    def _enter(self, values):
-        """Count the storages of all tensors among `values`. Returns "", or why one was refused."""
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.device.type == self.device.type:
-                storage = value.untyped_storage()
-                refused = self._enter_storage(storage._cdata, storage.nbytes(), storage)
-                if refused:
-                    return refused
-        return ""
+    def _storages(self, values):
+        """The storages on this device of all tensors in nested lists, tuples and dicts."""
+        return {
+            value.untyped_storage()
+            for value in tree_leaves(values)
+            if isinstance(value, torch.Tensor) and value.device.type == self.device.type
+        }
 
-    def _enter_storage(self, key, size, storage):
-        more = size - self._sizes.get(key, 0)
-        if self.held + more > self.limit:
+    def _enter(self, storages):
+        """Count these storages from now on. Returns "", or why they do not fit."""
+        new = [storage for storage in storages if storage._cdata not in self._live]
+        size = sum(storage.nbytes() for storage in new)
+        if self.held + size > self.limit:
             return (
-                f"out of memory: {_gib(more)} asked for, {_gib(self.held)} of {_gib(self.limit)} held: "
-                f"let go of tensors that are no longer needed, or ask for less"
+                f"out of memory: {_shown(size)} asked for, {_shown(self.held)} of {_shown(self.limit)} "
+                f"held: let go of tensors that are no longer needed, or ask for less"
             )
-        if key not in self._sizes:
-            weakref.finalize(storage, self._strike, key).atexit = False
-        self._sizes[key] = size
-        self.held += more
+        for storage in new:
+            self._live.add(storage._cdata)
+            weakref.finalize(storage, self._strike, storage._cdata, storage.nbytes()).atexit = False
+        self.held += size
         self.peak = max(self.peak, self.held)
         return ""
 
-    def _strike(self, key):
-        self.held -= self._sizes.pop(key)
+    def _strike(self, key, size):
+        self._live.discard(key)
+        self.held -= size
 
 
 class _CudaLimit:
@@ -141,5 +146,5 @@ class _CudaLimit:
         """Nothing to do: the allocator knows every tensor of the process."""
 
 
-def _gib(size):
+def _shown(size):
     return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"

@@ -1,5 +1,7 @@
 """Seconds a device takes for a call, by the device's own clock where it has one."""
 
+import statistics
+
 import torch
 
 from kvcourse import measure
@@ -34,4 +36,7 @@ def event_seconds(fn, repeats=7, warmup=2, device=None):
             end.record()
             pairs.append((start, end))
         torch.cuda.synchronize()
-    return measure.Timing(tuple(start.elapsed_time(end) / 1e3 for start, end in pairs))  # from milliseconds
+    samples = tuple(start.elapsed_time(end) / 1e3 for start, end in pairs)  # from milliseconds
+    spread = statistics.median(samples) / min(samples)
+    why = f"the median call took {spread:.1f}x the fastest" if spread > measure.SPREAD_LIMIT else ""
+    return measure.Timing(samples, why)
