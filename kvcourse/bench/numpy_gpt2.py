@@ -87,7 +87,12 @@ def main(args):
     run = _run_in_own_process(args)
     print(table(run))
     path = Path(args.out) if args.out else default_path(run["machine"]["cpu"])
-    if args.out is None:
+    keep(run, path, asked=args.out is not None)
+
+
+def keep(run, path, asked):
+    """Write the run to path if asked, else say where it would go. CommandError for a disturbed one."""
+    if not asked:
         print(f"\nNot kept. With --out it would be written to {_shown(path)}.")
         return
     if run["results"]["disturbed"]:
@@ -100,10 +105,10 @@ def main(args):
     print(f"\nKept in {_shown(path)}.")
 
 
-def default_path(cpu):
-    """data/measurements/numpy-<short name of the processor>.json"""
-    words = re.findall(r"\w+", re.sub(r"\((R|TM)\)|Processor|CPU|@.*", " ", cpu).lower())
-    return paths.data_dir() / "measurements" / f"{'-'.join([KIND, *words])}.json"
+def default_path(device, kind=KIND):
+    """data/measurements/<kind>-<short name of the processor or GPU>.json"""
+    words = re.findall(r"\w+", re.sub(r"\((R|TM)\)|Processor|CPU|@.*", " ", device).lower())
+    return paths.data_dir() / "measurements" / f"{'-'.join([kind, *words])}.json"
 
 
 def ratios(seconds, lengths):

@@ -44,3 +44,50 @@ class StepProducts:
             np.matmul(self._x, fc, out=self._inner)  # (1, 4d)
             np.matmul(self._inner, out, out=self._out)  # (1, d)
         np.matmul(self._x, self._embedding.T, out=self._logits)  # (1, vocab)
+
+
+class TorchStepProducts:
+    """`StepProducts` of a batch in PyTorch, on the weights and the cache of a `kv.torch_models.GPT2`.
+
+    net    a kvcourse.torch_models.GPT2
+    cache  its BatchCache, every sequence as long as the others: the rows of the step that follows
+
+    The same products as `net.decode(tokens, cache, attention="written")`, each into a tensor made
+    beforehand.
+    """
+
+    def __init__(self, net, cache):
+        import torch
+
+        self._torch = torch
+        c, p = net.config, net.params
+        batch, rows = cache.batch, cache.longest + 1
+        like = {"dtype": net.dtype, "device": net.device}
+
+        def random(*shape):
+            return torch.randn(shape).to(**like)
+
+        self._x, self._inner = random(batch, c.hidden_size), random(batch, c.intermediate_size)
+        self._qkv, self._out = random(batch, 3 * c.hidden_size), random(batch, c.hidden_size)
+        self._q = random(batch * c.num_heads, 1, c.head_dim)
+        self._scores = torch.full((batch * c.num_heads, 1, rows), 1 / rows, **like)
+        self._mixed = torch.empty_like(self._q)
+        self._layers = [
+            [p[f"h.{i}.{name}.weight"] for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+            + [held.view(-1, rows, c.head_dim) for held in cache.rows(i, rows)]
+            for i in range(c.num_layers)
+        ]
+        self._embedding = p["wte.weight"]
+        self._logits = random(batch, c.vocab_size)
+
+    def __call__(self):
+        mm, bmm = self._torch.mm, self._torch.bmm
+        with self._torch.no_grad():
+            for qkv, proj, fc, out, keys, values in self._layers:
+                mm(self._x, qkv, out=self._qkv)  # (B, 3d)
+                bmm(self._q, keys.transpose(1, 2), out=self._scores)  # (B·heads, 1, rows)
+                bmm(self._scores, values, out=self._mixed)  # (B·heads, 1, head_dim)
+                mm(self._x, proj, out=self._out)  # (B, d)
+                mm(self._x, fc, out=self._inner)  # (B, 4d)
+                mm(self._inner, out, out=self._out)  # (B, d)
+            mm(self._x, self._embedding.T, out=self._logits)  # (B, vocab)

@@ -14,16 +14,18 @@ def available():
 
 
 class TransformersGPT2:
-    """A GPT2LMHeadModel in eval mode with copies of a `GPT2`'s weights, float32, on the CPU.
+    """A GPT2LMHeadModel in eval mode with copies of a `GPT2`'s weights.
 
-    threads  for PyTorch; None leaves its own choice
+    threads  for PyTorch on the CPU; None leaves its own choice
+    device   "cpu" or "cuda"
+    dtype    "float32", "float16" or "bfloat16", of weights and computation
 
     The attention is the model's: a call made with one must not be used after another is made.
     """
 
     ATTENTION = ("sdpa", "eager")  # its own ways on a CPU
 
-    def __init__(self, model, threads):
+    def __init__(self, model, threads, device="cpu", dtype="float32"):
         import torch
         import transformers
 
@@ -45,6 +47,7 @@ class TransformersGPT2:
         state = {f"transformer.{name}": torch.from_numpy(array) for name, array in model.params.items()}
         state["lm_head.weight"] = state["transformer.wte.weight"]
         self._model.load_state_dict(state)  # copies, into memory that PyTorch aligned for itself
+        self._model.to(device, getattr(torch, dtype))
         self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         self.threads = torch.get_num_threads()
 
@@ -66,20 +69,31 @@ class TransformersGPT2:
         "dynamic" is the library's default cache, which grows by concatenation; "static" its
         preallocated one, here as long as the model has positions, like ours.
         """
+        step = self.batched_step([ids], storage, attention)
+        return lambda: step().numpy()
+
+    def batched_step(self, prompts, storage="dynamic", attention="sdpa", max_seq_len=None):
+        """A call that computes logits (B, vocab_size), a tensor on the device, of the last id of each of
+        B prompts of one length behind its others, held in a cache that is cropped after each call.
+
+        max_seq_len  of a "static" cache (default: the model's positions)
+        """
         self._model.set_attn_implementation(attention)
         config = self._model.config
         cache = (
             self._transformers.DynamicCache(config=config)
             if storage == "dynamic"
-            else self._transformers.StaticCache(config=config, max_cache_len=config.n_positions)
+            else self._transformers.StaticCache(
+                config=config, max_cache_len=max_seq_len or config.n_positions
+            )
         )
-        rows = self._torch.tensor([ids])
+        rows = self._torch.tensor(prompts, device=self._model.device)
         with self._torch.inference_mode():
             self._model(rows[:, :-1], cache=cache, use_cache=True, logits_to_keep=1)
 
         def call():
             with self._torch.inference_mode():
-                logits = self._model(rows[:, -1:], cache=cache, use_cache=True).logits[0].numpy()
+                logits = self._model(rows[:, -1:], cache=cache, use_cache=True).logits[:, -1]
                 cache.crop(-1)
                 return logits
 
