@@ -36,7 +36,7 @@ class BatchCache:
         self.values = torch.zeros(shape, dtype=net.dtype, device=net.device)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=net.device)
         self._sequences = torch.arange(batch, device=net.device)  # (batch,), the first index of a write
-        self._rows = torch.arange(max_seq_len, device=net.device)  # (max_seq_len,), for the mask
+        self._rows = torch.arange(_aligned(max_seq_len), device=net.device)  # row numbers, for the mask
         # The lengths once more on the host: reading the device's would wait for all its queued work.
         self._host = [0] * batch
         self._moving = False  # True while host and device lengths may differ
@@ -143,9 +143,10 @@ class BatchCache:
 
         (batch, 1, 1, span) in the cache's dtype. The row at the length is the new token's own.
         """
-        unseen = self._rows[:span] > self.lengths[:, None]  # (batch, span)
-        mask = torch.zeros(self.batch, span, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(unseen, float("-inf"))[:, None, None]
+        width = _aligned(span)
+        unseen = self._rows[:width] > self.lengths[:, None]  # (batch, width)
+        mask = torch.zeros(self.batch, 1, 1, width, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(unseen[:, None, None], float("-inf"))[..., :span]
 
     def grow(self):
         """One more token in every sequence, on the device and on the host."""
@@ -170,6 +171,12 @@ class BatchCache:
             self.lengths.copy_(torch.tensor(lengths))
         self._host = lengths
         self._moving = False
+
+
+def _aligned(rows):
+    """Rows up to a multiple of 16. PyTorch's masked attention on CUDA wants a mask whose rows begin at
+    multiples of 8 numbers; another one it copies, once a layer (aligned_tensor in ATen's attention.cpp)."""
+    return -(-rows // 16) * 16
 
 
 def whole(number, name, low=1):
