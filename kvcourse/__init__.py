@@ -34,7 +34,7 @@ _HOME = {  # public name -> module that defines it
 _MODULES = {
     "bench", "caches", "checks", "config", "diagnosis", "evaluation", "fetch", "figures", "hub_config",
     "loading", "measure", "models", "ops", "paths", "progress", "sizing", "streams", "tap", "tokenizer",
-    "weights", "widgets",
+    "torch_models", "weights", "widgets",
 }  # fmt: skip
 
 __all__ = sorted([*_HOME, *_MODULES])
