@@ -1,0 +1,429 @@
+"""Primer C: its stream, clocks, limits and checks, and that no printed digit hangs on a rounding."""
+
+import math
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import kvcourse as kv
+from kvcourse import checks, paths, streams
+from kvcourse.bench.chapter_code import tagged_code
+from kvcourse.checks import chapter_c as exercise
+from kvcourse.figures import chapter_c as figures
+from kvcourse.figures import template as look
+from kvcourse.measure import Timing
+from kvcourse.widgets import chapter_c as widgets
+
+NOTEBOOK = paths.chapters_dir() / "primers" / "c_programs_on_a_gpu.ipynb"
+PATIENCE = 30  # seconds before a wait that should end counts as hung
+
+DEVICES = kv.sizing.devices()
+LLAMA, GPT2, AUSTEN = (4096, 14336), (768, 3072), (256, 1024)
+
+
+# --- the page's Stream is the package's ----------------------------------------------------
+
+
+@pytest.fixture(params=["the page's", "the package's"])
+def new_stream(request):
+    if request.param == "the package's":
+        return streams.Stream
+    return tagged_code(NOTEBOOK, "plain-stream")["Stream"]
+
+
+def test_launch_returns_at_once_and_work_keeps_its_order(new_stream):
+    stream, go, done = new_stream(), threading.Event(), []
+    stream.launch(go.wait, PATIENCE)
+    for number in range(100):
+        stream.launch(done.append, number)
+    assert done == []
+    go.set()
+    stream.synchronize()
+    assert done == list(range(100))
+
+
+def test_arguments_count_when_the_device_gets_there(new_stream):
+    stream, go, x, y = new_stream(), threading.Event(), np.ones(3), np.zeros(3)
+    stream.launch(go.wait, PATIENCE)
+    stream.launch(np.copyto, y, x)
+    x[:] = 7
+    go.set()
+    stream.synchronize()
+    assert y.tolist() == [7, 7, 7]
+
+
+def test_events_lie_between_the_work_around_them(new_stream):
+    stream = new_stream()
+    first = stream.record()
+    stream.launch(time.sleep, 0.02)
+    second = stream.record()
+    third = stream.record()
+    third.synchronize()
+    assert second.seconds_since(first) >= 0.019  # sleep is at least its argument, a clock tick aside
+    assert third.seconds_since(second) >= 0
+
+
+def test_an_error_comes_at_synchronize_once_and_drops_what_follows(new_stream):
+    stream, done = new_stream(), []
+    for work in (lambda: done.append("before"), lambda: 1 / 0, lambda: done.append("after")):
+        stream.launch(work)
+    stream.record().synchronize()  # an event passes all the same
+    with pytest.raises(ZeroDivisionError):
+        stream.synchronize()
+    stream.launch(done.append, "again")
+    stream.synchronize()
+    assert done == ["before", "again"]
+
+
+# --- two clocks ----------------------------------------------------------------------------
+
+
+def test_timeline_by_hand():
+    assert figures.timeline([2, 2, 2], 5) == [(5, 5, 7), (10, 10, 12), (15, 15, 17)]
+    assert figures.timeline([20, 1, 1], 5) == [(5, 5, 25), (10, 25, 26), (15, 26, 27)]
+    assert figures.timeline([], 5) == []
+
+
+def test_the_pages_timeline_is_the_packages():
+    plain, draw = tagged_code(NOTEBOOK, "plain-timeline")["timeline"], random.Random(0)
+    for _ in range(50):
+        work, launch = [draw.randint(0, 9) for _ in range(draw.randint(0, 12))], draw.randint(0, 9)
+        assert plain(work, launch) == figures.timeline(work, launch)
+
+
+def test_timeline_sentence_and_waits():
+    text = figures.timeline_text(5, (2, 20), 8)
+    assert "8 pieces of 2 µs are done after 42 µs, of which the device works 38%" in text  # 16 / 42
+    assert "8 pieces of 20 µs are done after 165 µs, of which the device works 97%" in text  # 160 / 165
+    drawing = figures.timeline_figure(5, (2, 20), 8)
+    waits = [trace for trace in drawing.data if trace.name == "the device waits"]
+    assert [list(trace.x) for trace in waits] == [[5] + [3] * 7, [5]]
+    assert all(trace.marker.pattern.shape == look.CROSS_HATCH for trace in waits)
+    assert sum(trace.showlegend for trace in drawing.data) == 3
+
+
+# --- levels ----------------------------------------------------------------------------------
+
+
+def test_h100_levels_by_hand():
+    levels = {name: (room, rate) for name, _, room, rate in figures.h100_levels()}
+    assert levels["registers"] == (132 * 256 * 1024, None)  # 65,536 registers of 4 bytes are 256 KiB
+    assert levels["L1 and shared memory"] == (132 * 256 * 1024, None)
+    assert levels["device memory"] == (81_559 * 2**20, 3.35e12)
+    # 32 GT/s on 16 lanes, 8 bits a byte, 128 of 130 bits: 63.0 GB/s.
+    assert levels["host memory"][1] == pytest.approx(63.0e9, rel=1e-3)
+
+
+def test_levels_sentence_names_what_disturbed_the_run():
+    sizes, speeds = [2**14, 2**20, 2**28], [30.0, 60.0, 12.0]
+    text = figures.levels_text(sizes, speeds)
+    assert text == "Fastest at 1 MiB (60 GB/s); at 256 MiB 12 GB/s, 5.0 times slower."
+    assert figures.levels_text(sizes, speeds, "other work").endswith("do not quote: other work.")
+    (line,) = figures.levels_figure(sizes, speeds).data
+    assert list(line.text) == ["16 KiB", "1 MiB", "256 MiB"]
+
+
+# --- bytes and arithmetic ----------------------------------------------------------------------
+
+
+def test_product_by_hand():
+    done = figures.product(3, 10, 20, 4)
+    assert (done.flops, done.bytes) == (2 * 3 * 10 * 20, 4 * (30 + 200 + 60))
+    assert done.intensity == 1200 / 1160
+
+
+@pytest.mark.parametrize("key", [key for key, device in DEVICES.items() if device.ridge])
+@pytest.mark.parametrize("shape", [LLAMA, GPT2, AUSTEN])
+def test_rows_to_ridge_are_the_fewest(key, shape):
+    device = DEVICES[key]
+    number, rows = figures.bytes_per_number(device), figures.rows_to_ridge(device, *shape)
+    if rows is None:
+        assert figures.most_intensity(*shape, number) <= device.ridge
+        return
+    assert figures.product(rows, *shape, number).intensity >= device.ridge
+    assert rows == 1 or figures.product(rows - 1, *shape, number).intensity < device.ridge
+
+
+def test_most_intensity_is_approached_and_not_reached():
+    for shape in (LLAMA, GPT2, AUSTEN):
+        most = figures.most_intensity(*shape, 2)
+        near = figures.product(10**9, *shape, 2).intensity
+        assert 0.999 * most < near < most
+    assert figures.most_intensity(256, 1024, 2) == 204.8
+
+
+def test_a_device_without_a_peak_has_no_ridge():
+    with pytest.raises(ValueError, match="no peak is published for Apple M4"):
+        figures.rows_to_ridge(DEVICES["apple-m4"], *LLAMA)
+    assert "Apple" not in figures.ridge_table()
+
+
+def test_this_computer_counts_in_float32():
+    here = figures.this_computer(29.4e9, 151.7e9)
+    assert (here.bandwidth, here.peak(), figures.bytes_per_number(here)) == (29e9, 150e9, 4)
+    assert figures.bytes_per_number(DEVICES["h100-sxm"]) == figures.bytes_per_number(DEVICES["apple-m4"]) == 2
+
+
+def timings(seconds):
+    return {rows: Timing((each,)) for rows, each in seconds.items()}
+
+
+def test_rows_table_and_sentence():
+    found = timings({1: 1e-3, 2: 2e-3, 4: 3e-3, 8: 6e-3})
+    table = figures.rows_table(found, 1000, 500).splitlines()
+    assert table[3].split() == ["4", "3.0", "1", "2.0"]  # 4 MFLOP in 3 ms; 4e6 / (4 · 506,000) FLOP per byte
+    text = figures.rows_text(found)
+    assert text.startswith("Up to 4 rows a product takes less than twice as long as with 2; from 4 to 8")
+    found[8] = Timing((6e-3,), "other work")
+    assert figures.rows_table(found, 1000, 500).splitlines()[4].endswith("disturbed")
+    assert figures.rows_text(found).endswith("Disturbed, do not quote.")
+    assert list(figures.rows_figure(found).data[-1].y) == [1, 2, 3, 6]
+
+
+# --- the panel -----------------------------------------------------------------------------------
+
+
+def sentence(rows, shape, key):
+    return figures.bound_text(figures.bound(rows, shape, DEVICES[key], figures.LAUNCH_SECONDS))
+
+
+@pytest.mark.parametrize(
+    "rows, shape, key, words",
+    [
+        # 2 · (4,096 · 14,336 + 4,096 + 14,336) B = 117.48 MB, over 3.35 TB/s 35.07 µs
+        (1, LLAMA, "h100-sxm", "memory 35.1 µs, arithmetic 119 ns: memory decides, 35.1 µs at least."),
+        (512, LLAMA, "h100-sxm", "arithmetic decides, 60.8 µs at least, 119 ns a row."),
+        (1, GPT2, "h100-sxm", "memory 1.41 µs, arithmetic 4.77 ns: launch decides, 5.00 µs"),
+        (1024, GPT2, "h100-sxm", "arithmetic 4.88 µs: launch decides, 5.00 µs at least, 4.88 ns a row."),
+        (1, GPT2, "rtx-3060-laptop", "memory decides, 14.1 µs at least."),
+        (1, GPT2, "apple-m4", "(ridge point not published)"),
+        (1, GPT2, "apple-m4", "arithmetic unknown: memory decides, as far as is known, 39.4 µs at least."),
+    ],
+)
+def test_sentences_by_hand(rows, shape, key, words):
+    assert words in sentence(rows, shape, key)
+
+
+def test_the_h200_gains_by_bandwidth_with_one_row_and_nothing_with_512():
+    def total(rows, key):
+        return figures.bound(rows, LLAMA, DEVICES[key], figures.LAUNCH_SECONDS)["total"]
+
+    assert total(1, "h100-sxm") / total(1, "h200") == pytest.approx(4.8 / 3.35)
+    assert total(512, "h100-sxm") == total(512, "h200")
+
+
+def test_matrices_are_the_catalogues():
+    assert list(figures.matrices().values()) == [AUSTEN, GPT2, LLAMA]
+    c = kv.load_model("austen-gpt2").config
+    assert (c.hidden_size, c.intermediate_size) == AUSTEN
+
+
+def test_figure_leaves_out_what_is_not_known_and_marks_the_choice():
+    known = figures.bound_figure(figures.bound(4, LLAMA, DEVICES["h100-sxm"], 5e-6))
+    unknown = figures.bound_figure(figures.bound(4, LLAMA, DEVICES["apple-m4"], 5e-6))
+    assert [trace.name for trace in known.data if trace.name not in {t.name for t in unknown.data}] == [
+        "the arithmetic"
+    ]
+    chosen = known.data[-1]
+    assert (list(chosen.x), list(chosen.y)) == ([4], [35.1])  # 117.588 MB over 3.35 TB/s, four digits
+
+
+def test_every_setting_of_the_panel_is_fast_and_within_its_axis():
+    panel = widgets.bound_panel(figures.this_computer(29e9, 150e9), here_launch=1e-6)
+    panel.set(rows=2)
+    seconds = []
+    for matrix in figures.matrices():
+        for _, key in panel.controls["device"].options:
+            for rows in (1, 32, 1024):
+                start = time.perf_counter()
+                text = panel.set(rows=rows, matrix=matrix, device=key)
+                seconds.append(time.perf_counter() - start)
+                assert "decides" in text and "does not work" not in text
+                assert 1e-7 <= panel.data["total"] <= 1
+    assert sorted(seconds)[len(seconds) // 2] < 0.1  # the median: other work may hold up a few
+    assert "cpu-laptop" not in {key for _, key in panel.controls["device"].options}
+
+
+def test_the_panel_uses_the_measured_call_here_and_a_launch_elsewhere():
+    panel = widgets.bound_panel(figures.this_computer(29e9, 150e9), here_launch=7e-6)
+    assert "Launch 7.00 µs" in panel.set(device="here")
+    assert "Launch 5.00 µs" in panel.set(device="l4")
+
+
+# --- no printed digit hangs on a rounding ----------------------------------------------------------
+
+
+def test_printed_roundings_have_a_margin():
+    """Digits of the page's compared lines, against float noise of 1e-12 and more."""
+    h100 = DEVICES["h100-sxm"]
+    llama = kv.sizing.weight_bytes(kv.catalogue()["llama-3.1-8b"], "float16")
+    gpt2 = kv.sizing.weight_bytes(kv.catalogue()["gpt2"], "float16")
+    printed = [
+        (llama / h100.bandwidth * 1e3, 2),
+        (gpt2 / h100.bandwidth * 1e3, 2),
+        (llama / figures.PCIE5_BANDWIDTH * 1e3, 1),
+        (gpt2 / figures.PCIE5_BANDWIDTH * 1e3, 1),
+        (h100.bandwidth / figures.PCIE5_BANDWIDTH, 0),
+        *((100 * length * 200 / figures.timeline([length] * 200, 5)[-1][2], 0) for length in (2, 4, 6, 20)),
+        *((device.ridge, 0) for device in DEVICES.values() if device.ridge),
+    ]
+    for value, digits in printed:
+        assert abs((value * 10**digits) % 1 - 0.5) > 1e-6, value
+
+
+# --- the exercises -------------------------------------------------------------------------------
+
+
+def right_by_events(stream, work, repeats, clock):
+    stream.launch(work)
+    first = stream.record()
+    for _ in range(repeats):
+        stream.launch(work)
+    last = stream.record()
+    last.synchronize()
+    return last.seconds_since(first) / repeats
+
+
+def timed(before=True, idle=True, inside=False, after=True, scale=1.0):
+    def function(stream, work, repeats, clock):
+        if before:
+            stream.launch(work)
+        if idle:
+            stream.synchronize()
+        start = clock()
+        for _ in range(repeats):
+            stream.launch(work)
+            if inside:
+                stream.synchronize()
+        if after:
+            stream.synchronize()
+        return (clock() - start) / repeats * scale
+
+    return function
+
+
+@pytest.mark.parametrize("function", [right_by_events, timed()])
+def test_both_right_ways_pass(function):
+    assert checks.verdict("c.seconds_per_call", function).status == "right"
+
+
+def events_with_a_wait_each(stream, work, repeats, clock):
+    stream.launch(work)
+    stream.synchronize()
+    total = 0.0
+    for _ in range(repeats):
+        first = stream.record()
+        stream.launch(work)
+        last = stream.record()
+        last.synchronize()
+        total += last.seconds_since(first)
+    return total / repeats
+
+
+def events_unread(stream, work, repeats, clock):
+    first = stream.record()
+    stream.launch(work)
+    return stream.record().seconds_since(first)
+
+
+def both_readings_at_the_end(stream, work, repeats, clock):
+    stream.launch(work)
+    stream.synchronize()
+    return clock() - clock()
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (timed(after=False), "at your second reading the device was still working"),
+        (timed(idle=False), "still busy with earlier work"),
+        (timed(before=False, idle=False), "still busy with earlier work"),
+        (timed(before=False), "the first call on a device is slower"),
+        (timed(inside=True), "you wait after every launch"),
+        (events_with_a_wait_each, "you wait after every launch"),
+        (timed(scale=1e3), "looks like milliseconds"),
+        (timed(scale=1e6), "looks like microseconds"),
+        (timed(scale=0.5), "the device needs 100 µs for each"),
+        (events_unread, "synchronize first, then read it"),
+        (lambda stream, work, repeats, clock: stream.launch(work()), "launch(work), not launch(work())"),
+        (lambda stream, work, repeats, clock: 1.0, "nothing was launched"),
+        (lambda stream, work, repeats, clock: (clock(), clock()), "not seconds as one number"),
+        (lambda stream, work, repeats, clock: stream.launch(work) or 1e-4, "neither clock() nor an event"),
+        (both_readings_at_the_end, "0 seconds"),
+    ],
+)
+def test_every_mistake_of_timing_is_named(function, words):
+    outcome = checks.verdict("c.seconds_per_call", function)
+    assert outcome.status == "wrong"
+    assert words in outcome.message
+
+
+def test_the_pretended_stream_behaves_as_the_real_one():
+    """Same order of things: nothing done before a wait, and a wait ends when the work does."""
+    stream = exercise.PretendedStream()
+    event = stream.record()
+    assert not event.passed and stream.now == 0
+    stream.launch(stream.work)
+    assert stream.now == exercise.LAUNCH and not event.passed
+    stream.synchronize()
+    assert event.passed and stream.now == exercise.BUSY + exercise.FIRST
+    stream.launch(stream.work)
+    last = stream.record()
+    last.synchronize()
+    assert last.seconds_since(event) == pytest.approx(exercise.FIRST + exercise.LAUNCH + exercise.EACH)
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (lambda r, n, m, b: r * n * m / ((r * n + n * m + r * m) * b), "2 FLOPs, not 1"),
+        (lambda r, n, m, b: r / b, "and the rows in and out are moved too"),
+        (lambda r, n, m, b: (r * n + n * m + r * m) * b / (2 * r * n * m), "turn the fraction over"),
+        (lambda r, n, m, b: 2 * r / b, "only the matrix is counted"),
+        (lambda r, n, m, b: 2 * r * n * m / ((n * m + r * m) * b), "the rows that go in are missing"),
+        (lambda r, n, m, b: 2 * r * n * m / ((n * m + r * n) * b), "the rows that come out are missing"),
+        (lambda r, n, m, b: 2 * r * n * m / ((r * n + r * m) * b), "the matrix is missing"),
+        (lambda r, n, m, b: 2 * n * m / ((n + n * m + m) * b), "once for every row"),
+        (lambda r, n, m, b: 2 * r * n * m / (r * n + n * m + r * m), "this is FLOPs per number"),
+        (lambda r, n, m, b: 2 * r * n * m * b / (r * n + n * m + r * m), "do not divide by it"),
+        (lambda r, n, m, b: 2 * r * n * m, "these are the FLOPs"),
+        (lambda r, n, m, b: 12.0, "Print the FLOPs and the bytes"),
+        (lambda r, n, m, b: "many", "not one number"),
+    ],
+)
+def test_every_mistake_of_intensity_is_named(function, words):
+    outcome = checks.verdict("c.arithmetic_intensity", function)
+    assert outcome.status == "wrong"
+    assert words in outcome.message
+
+
+def test_the_checks_oracle_is_the_packages():
+    for given in exercise.PRODUCTS:
+        assert exercise._intensity(*given) == figures.product(*given).intensity
+
+
+def test_wrong_intensities_differ_from_the_right_one():
+    """Every line that a given product yields belongs to a number far from the right one."""
+    for given in exercise.PRODUCTS:
+        right = exercise._intensity(*given)
+        close = [line for wrong, line in exercise._wrong_intensities(*given) if math.isclose(wrong, right)]
+        # One row counts the matrix once whichever way; the other two products tell.
+        assert close == (["the matrix is counted once for every row: one product reads it once, for all rows"]
+                         if given[0] == 1 else [])  # fmt: skip
+
+
+# --- break it --------------------------------------------------------------------------------------
+
+
+def test_the_repaired_server_reads_every_prompt():
+    solution = {}
+    path = paths.chapters_dir() / "solutions" / "c_programs_on_a_gpu.py"
+    exec(compile(path.read_text(encoding="utf-8"), path.name, "exec"), solution)
+    prompts = np.random.default_rng(0).integers(0, 2048, (20, 8))
+    for count in (1, 2, 3):
+        buffers, read = [np.empty(8, np.int64) for _ in range(count)], []
+        solution["serve"](streams.Stream(), prompts, lambda x, read=read: read.append(x.tolist()), buffers)
+        assert read == prompts.tolist()
