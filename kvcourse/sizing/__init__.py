@@ -31,11 +31,12 @@ from kvcourse.sizing.memory import (
     weight_bytes,
 )
 from kvcourse.sizing.passes import Flops, Traffic, Work, forward_flops, pass_bytes, work
+from kvcourse.sizing.plan import Plan
 from kvcourse.sizing.units import UNITS, format_bytes, parse_bytes
 
 __all__ = [
-    "NUMBER_FORMATS", "STRATEGIES", "UNITS", "Device", "Flops", "PassTime", "Traffic", "Work", "bytes_of",
-    "device", "devices", "format_bytes", "forward_flops", "free_after_weights", "kv_bytes",
+    "NUMBER_FORMATS", "STRATEGIES", "UNITS", "Device", "Flops", "PassTime", "Plan", "Traffic", "Work",
+    "bytes_of", "device", "devices", "format_bytes", "forward_flops", "free_after_weights", "kv_bytes",
     "kv_bytes_per_token", "kv_bytes_reserved", "parse_bytes", "pass_bytes", "pass_time",
     "positions_processed", "requests_that_fit", "roofline", "rows_copied", "rows_reserved",
     "shared_and_own_bytes", "step_time", "time_to_first_token", "tokens_that_fit", "weight_bytes", "work",

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 from kvcourse.config import ModelConfig, lookup
 from kvcourse.sizing import memory as sizes
-from kvcourse.sizing.devices import devices
+from kvcourse.sizing.hardware import devices
 from kvcourse.sizing.units import at_least, parse_bytes
 
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%")
@@ -46,12 +46,14 @@ class Plan:
         for field in ("memory", "weights", "cache_dtype", "keep_free"):
             # One way to write an amount, so that equal plans have equal texts.
             value = getattr(self, field)
-            written = " ".join(value.split()) if isinstance(value, str) else f"{at_least(0, **{field: value})[0]} B"
+            written = (
+                " ".join(value.split()) if isinstance(value, str) else f"{at_least(0, **{field: value})[0]} B"
+            )
             object.__setattr__(self, field, written)
         for field, least in (("context", 1), ("users", 1), ("shared_prefix", 0), ("block_size", 1)):
             object.__setattr__(self, field, at_least(least, **{field: getattr(self, field)})[0])
         # Everything that could be refused is computed once, so that a bad value is met here.
-        _ = self.config, self.weight_bytes, self.kept_bytes, self.request_bytes, self.cache_bytes
+        _ = self.memory_bytes, self.total_bytes, self.request_bytes
 
     # --- what it takes -------------------------------------------------------------------
 
@@ -67,7 +69,9 @@ class Plan:
             return _amount(self.memory, "memory", f"a card's name ({', '.join(devices())})")
         found = devices()[self.memory].memory_bytes
         if found is None:
-            raise ValueError(f"memory of {self.memory} comes in several sizes: give an amount, such as '16 GB'")
+            raise ValueError(
+                f"memory of {self.memory} comes in several sizes: give an amount, such as '16 GB'"
+            )
         return found
 
     @property
@@ -95,7 +99,9 @@ class Plan:
     @property
     def request_bytes(self):
         """The cache of one request on its own, nothing shared."""
-        return sizes.kv_bytes_reserved(self.config, self.context, self.cache_dtype, block_size=self.block_size)
+        return sizes.kv_bytes_reserved(
+            self.config, self.context, self.cache_dtype, block_size=self.block_size
+        )
 
     @property
     def shared_bytes(self):
@@ -128,7 +134,7 @@ class Plan:
 
     @property
     def free_bytes(self):
-        """Memory for caches: the card without weights and what is kept free. Below 0 where those do not fit."""
+        """Memory for caches: the card less weights and what is kept free. Below 0 where those do not fit."""
         return self.memory_bytes - self.weight_bytes - self.kept_bytes
 
     @property
@@ -166,7 +172,8 @@ class Plan:
         found = {"users": self.requests_that_fit, "context": self._longest_context()}
         for field in ("cache_dtype", "weights"):
             found[field] = self._first_that_fits(field, _smaller_formats(getattr(self, field)))
-        known = {key: device.memory_bytes for key, device in devices().items() if device.memory_bytes}
+        # Cards: what has a published 16-bit peak and one size of memory.
+        known = {key: d.memory_bytes for key, d in devices().items() if d.memory_bytes and d.flops_16bit}
         found["memory"] = self._first_that_fits("memory", sorted(known, key=known.get))
         return {field: value for field, value in found.items() if value}
 
@@ -194,7 +201,9 @@ class Plan:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["model"] = self.config.name
         if re.search(r"[;=\n]|^\s|\s$", values["model"]):
-            raise ValueError(f"model name {values['model']!r} holds ';' or '=': rename it to write it in one line")
+            raise ValueError(
+                f"model name {values['model']!r} holds ';' or '=': rename it to write it in one line"
+            )
         return "; ".join(f"{name}={value}" for name, value in values.items())
 
     @classmethod

@@ -56,6 +56,10 @@ class Panel(ipywidgets.VBox):
         The data of the first drawing when it should not be computed (a recorded run, say).
     button
         The label of the button of a ``slow`` panel.
+    as_text
+        ``(write, read)``: ``write(values) -> str`` puts the controls' values into one line, which stands in a
+        text field to be copied; ``read(text) -> values`` is called with what the reader pastes there, and
+        raises ``ValueError`` in one line for what it cannot read. Not for a ``slow`` panel.
 
     Raises ``ValueError`` when a control has no description or a slider's value is not one of its steps. An
     exception of the first drawing is raised (the author sees it); later ones, while the reader moves a
@@ -74,6 +78,7 @@ class Panel(ipywidgets.VBox):
         slow: bool = False,
         first: Any = None,
         button: str = "Run",
+        as_text: tuple[Callable[[dict], str], Callable[[str], dict]] | None = None,
     ) -> None:
         self.name = name
         self.controls = dict(controls)
@@ -81,6 +86,7 @@ class Panel(ipywidgets.VBox):
         self._compute, self._draw, self._describe = compute, figure, describe
         self._update = update
         self._held = False
+        self._write, self._read = as_text or (None, None)
 
         for control_name, control in self.controls.items():
             _lay_out(control_name, control)
@@ -99,7 +105,7 @@ class Panel(ipywidgets.VBox):
             layout=ipywidgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="4px 24px"),
         )
         super().__init__(
-            children=[row, self._view, self._readout],
+            children=[row, self._view, self._readout, *self._text_parts()],
             layout=ipywidgets.Layout(width="100%", max_width=f"{MAX_WIDTH}px", overflow="hidden"),
         )
         self.add_class("kv-panel")  # how the browser test finds it
@@ -116,6 +122,25 @@ class Panel(ipywidgets.VBox):
     def values(self) -> dict[str, Any]:
         """The controls' values by name."""
         return {name: control.value for name, control in self.controls.items()}
+
+    @property
+    def setting(self) -> str:
+        """The line in the text field of a panel with ``as_text``; ``restore`` reads it."""
+        return self._field.value
+
+    def restore(self, text: str) -> str:
+        """Set all controls from a line as ``setting`` gives it, and return the sentence under the figure.
+
+        Raises ``ValueError`` in one line for a text that cannot be read, or a value that a control cannot
+        take; all controls then stay as they were.
+        """
+        before = self._held
+        self._held = True  # reading may add an option to a control, which is not yet a choice
+        try:
+            values = self._read(text)
+        finally:
+            self._held = before
+        return self.set(**values)
 
     def set(self, **values: Any) -> str:
         """Set controls as if the reader had moved them, and return the sentence under the figure.
@@ -168,6 +193,41 @@ class Panel(ipywidgets.VBox):
         else:
             self.data = data
             self._readout.text = text
+            self._write_field()
+
+    def _text_parts(self) -> list[ipywidgets.Widget]:
+        if self._write is None:
+            return []
+        if self.slow:
+            raise ValueError(f"{self!r} is slow: a pasted setting could not show its result at once")
+        self._field = ipywidgets.Text(
+            description="this setting as text",
+            continuous_update=False,  # half a pasted line is not a setting
+            style={"description_width": "initial"},
+            layout=ipywidgets.Layout(width="100%"),
+        )
+        self._write_field()
+        self._field.observe(self._pasted, names="value")
+        return [self._field]
+
+    def _write_field(self) -> None:
+        if self._write is None:
+            return
+        before = self._held
+        self._held = True
+        try:
+            self._field.value = self._write(self.values)
+        finally:
+            self._held = before
+
+    def _pasted(self, change: Any) -> None:
+        if self._held:
+            return
+        try:
+            self.restore(change["new"])
+        except ValueError as error:
+            # The text stays, so that it can be corrected; controls and figure stay as they were.
+            self._readout.text = f"This text does not work: {one_line(error)}"
 
     def _run_compute(self) -> Any:
         if self.slow:
