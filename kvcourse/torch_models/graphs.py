@@ -20,10 +20,7 @@ class GraphedDecode:
     """
 
     def __init__(self, net, cache, span=None):
-        if net.device.type != "cuda":
-            raise RuntimeError(
-                f"a CUDA graph needs a CUDA device, this model is on {net.device}: use net.decode there"
-            )
+        _check_device(net.device)
         net.check_cache(cache)
         span = cache.max_seq_len if span is None else span
         if not 1 <= span <= cache.max_seq_len:
@@ -62,8 +59,19 @@ class GraphedDecode:
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):  # records the launches, runs none of them
-            self._logits = self._step()
-            self.cache.lengths.add_(1)
+            self._logits = self._recorded()
+
+    def _recorded(self):
+        logits = self._step()
+        self.cache.lengths.add_(1)
+        return logits
 
     def _step(self):
         return self.net.step(self._tokens, self.cache, self.span, self.cache.mask(self.span))
+
+
+def _check_device(device):
+    if device.type != "cuda":
+        raise RuntimeError(
+            f"a CUDA graph needs a CUDA device, this model is on {device}: use net.decode there"
+        )

@@ -65,6 +65,12 @@ class _Ledger(TorchDispatchMode):
         self.held = self.peak = 0
         self._live = set()  # identities of the storages that count now
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """Let PyTorch call __torch_dispatch__ as it is: its wrapper's frames would hold the operands of a
+        refused operation, and it imports the compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         # A view, an operation in place and `out=` give back memory that came in: not theirs to count.
