@@ -232,7 +232,8 @@ def test_figure_leaves_out_what_is_not_known_and_marks_the_choice():
 
 
 def test_every_setting_of_the_panel_is_fast_and_within_its_axis():
-    panel = widgets.bound_panel(figures.this_computer(29e9, 150e9), here_launch=1e-6)
+    slow = figures.this_computer(2e9, 13e9)
+    panel = widgets.bound_panel(slow, here_launch=1e-6)
     panel.set(rows=2)
     seconds = []
     for matrix in figures.matrices():
@@ -242,7 +243,8 @@ def test_every_setting_of_the_panel_is_fast_and_within_its_axis():
                 text = panel.set(rows=rows, matrix=matrix, device=key)
                 seconds.append(time.perf_counter() - start)
                 assert "decides" in text and "does not work" not in text
-                assert 1e-7 <= panel.data["total"] <= 1
+                low, high = panel.figure.layout.yaxis.range
+                assert 10**low <= panel.data["total"] * 1e6 <= 10**high
     assert sorted(seconds)[len(seconds) // 2] < 0.1  # the median: other work may hold up a few
     assert "cpu-laptop" not in {key for _, key in panel.controls["device"].options}
 
@@ -261,11 +263,11 @@ def test_printed_roundings_have_a_margin():
     h100 = DEVICES["h100-sxm"]
     llama = kv.sizing.weight_bytes(kv.catalogue()["llama-3.1-8b"], "float16")
     gpt2 = kv.sizing.weight_bytes(kv.catalogue()["gpt2"], "float16")
+    austen = kv.sizing.weight_bytes(kv.load_model("austen-gpt2").config, "float16")
     printed = [
-        (llama / h100.bandwidth * 1e3, 2),
-        (gpt2 / h100.bandwidth * 1e3, 2),
-        (llama / figures.PCIE5_BANDWIDTH * 1e3, 1),
-        (gpt2 / figures.PCIE5_BANDWIDTH * 1e3, 1),
+        *((size / 1e6, 1) for size in (austen, gpt2, llama)),
+        *((size / h100.bandwidth * 1e3, 3) for size in (austen, gpt2, llama)),
+        *((size / figures.PCIE5_BANDWIDTH * 1e3, 1) for size in (austen, gpt2, llama)),
         (h100.bandwidth / figures.PCIE5_BANDWIDTH, 0),
         *((100 * length * 200 / figures.timeline([length] * 200, 5)[-1][2], 0) for length in (2, 4, 6, 20)),
         *((device.ridge, 0) for device in DEVICES.values() if device.ridge),
