@@ -95,7 +95,8 @@ _PLACES = {
     "qwen3-4b": "middle left",
     "llama-3.1-8b": "middle right",
     "mistral-7b-v0.1": "middle right",
-    "gemma-3-4b": "bottom center",
+    "gemma-3-4b": "bottom left",
+    "qwen2.5-1.5b": "middle left",
     "gemma-3-27b": "bottom center",
 }
 

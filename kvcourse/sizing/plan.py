@@ -197,14 +197,18 @@ class Plan:
     # --- as text -------------------------------------------------------------------------
 
     def text(self):
-        """The plan in one line that `from_text` reads: "model=llama-3.1-8b; memory=80 GB; …"."""
+        """The plan in one line that `from_text` reads: "model=llama-3.1-8b; memory=80 GB; …".
+
+        Nothing shared and rows taken one by one are left out.
+        """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["model"] = self.config.name
         if re.search(r"[;=\n]|^\s|\s$", values["model"]):
             raise ValueError(
                 f"model name {values['model']!r} holds ';' or '=': rename it to write it in one line"
             )
-        return "; ".join(f"{name}={value}" for name, value in values.items())
+        unused = {"shared_prefix": 0, "block_size": 1}
+        return "; ".join(f"{name}={value}" for name, value in values.items() if unused.get(name) != value)
 
     @classmethod
     def from_text(cls, text, models=None):

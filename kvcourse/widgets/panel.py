@@ -204,7 +204,7 @@ class Panel(ipywidgets.VBox):
             description="this setting as text",
             continuous_update=False,  # half a pasted line is not a setting
             style={"description_width": "initial"},
-            layout=ipywidgets.Layout(width="100%"),
+            layout=ipywidgets.Layout(width="auto"),
         )
         self._write_field()
         self._field.observe(self._pasted, names="value")
@@ -341,6 +341,8 @@ def _lay_out(name: str, control: ipywidgets.Widget) -> None:
         labels = getattr(control, "_options_labels", None) or getattr(control, "options", ())
         longest = max((len(str(option)) for option in labels), default=10)
         width = f"{label_px + 8 * longest + 60}px"
+    elif isinstance(control, (ipywidgets.IntText, ipywidgets.BoundedIntText)):
+        width = f"{label_px + 130}px"  # nine digits and the arrows
     elif isinstance(control, ipywidgets.SelectionSlider):
         longest = max((len(str(option)) for option in control._options_labels), default=5)
         width = f"{label_px + 8 * longest + 220}px"

@@ -110,6 +110,73 @@ def test_a_refused_set_leaves_controls_figure_and_text_in_agreement(values):
     assert panel.text == "41 positions."
 
 
+def write(values):
+    return "prompt={prompt} new={new}".format_map(values)
+
+
+def read(text):
+    try:
+        parts = dict(part.split("=") for part in text.split())
+        return {name: int(value) for name, value in parts.items()}
+    except ValueError:
+        raise ValueError(f"{text!r} is no setting") from None
+
+
+def test_a_setting_as_text_goes_both_ways():
+    panel = make(as_text=(write, read))
+    assert panel.setting == "prompt=10 new=2" and panel.children[-1] is panel._field
+    panel.controls["prompt"].value = 15
+    assert panel.setting == "prompt=15 new=2"
+    assert panel.restore("prompt=20 new=4") == "86 positions."
+    assert panel.values == {"prompt": 20, "new": 4} and panel.setting == "prompt=20 new=4"
+    panel._field.value = "new=1"  # what a reader pastes
+    assert panel.text == "20 positions." and panel.setting == "prompt=20 new=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "'nonsense' is no setting"),
+        ("prompt=500 new=1", r"cannot be 500 \(from 0 to 100\)"),
+        ("new=4 batch=1", "no control 'batch'"),
+    ],
+)
+def test_a_text_that_cannot_be_read_changes_nothing(text, message):
+    panel = make(as_text=(write, read))
+    with pytest.raises(ValueError, match=message):
+        panel.restore(text)
+    assert panel.values == {"prompt": 10, "new": 2} and panel.text == "21 positions."
+    panel._field.value = text
+    assert panel.text.startswith("This text does not work: ValueError: ") and "\n" not in panel.text
+    assert panel.setting == text  # it can be corrected
+    assert panel.values == {"prompt": 10, "new": 2} and list(panel.figure.data[0].y) == [10, 11]
+    panel._field.value = "prompt=20"
+    assert panel.text == "41 positions." and panel.setting == "prompt=20 new=2"
+
+
+def test_reading_may_add_an_option_without_choosing_it():
+    calls = []
+
+    def offer(text):
+        control = panel.controls["new"]
+        chosen, control.options = control.value, [*control.options, 3]
+        control.value = chosen
+        return read(text)
+
+    def counted(prompt, new):
+        calls.append(new)
+        return compute(prompt, new)
+
+    panel = make(compute=counted, as_text=(write, offer))
+    assert panel.restore("new=3") == "33 positions."
+    assert calls == [2, 3]
+
+
+def test_a_slow_panel_has_no_setting_as_text():
+    with pytest.raises(ValueError, match="<Panel: positions processed> is slow"):
+        make(compute=lambda progress, **v: compute(**v), slow=True, as_text=(write, read))
+
+
 @pytest.mark.parametrize("value", [float("nan"), np.float32("nan")])
 @pytest.mark.parametrize("kind", [ipywidgets.FloatSlider, ipywidgets.FloatText])
 def test_nan_is_refused(kind, value):
