@@ -166,7 +166,7 @@ def test_a_cuda_graph_replays_the_step(dtype):
 
 
 def test_what_stands_in_unused_rows_changes_nothing():
-    """Above the longest sequence nothing is read, so NaN is harmless; below it a weight of 0 hides the rest."""
+    """Above the longest sequence nothing is read, so NaN is harmless; below it a weight of 0 hides a row."""
     prompts, tokens = some(RAGGED, 4)
     net = net_of()
     expected = decoded(net, prompts, tokens)

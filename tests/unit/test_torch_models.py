@@ -1,4 +1,4 @@
-"""torch_models: what a net and its cache hold, what they refuse, which launches a step makes, how it is timed."""
+"""torch_models: what a net and its cache hold and refuse, which launches a step makes, how it is timed."""
 
 import subprocess
 import sys
