@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcourse import cli, loading, measure, paths
 from kvcourse.bench import numpy_gpt2, torch_gpt2, transformers_gpt2
 from kvcourse.bench.replay import TorchStepProducts
-from kvcourse.torch_models import GPT2, BatchCache
+from kvcourse.torch_models import GPT2, BatchCache, MemoryCap, ProfiledLaunches, event_seconds
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, there is none")
 
@@ -207,6 +208,38 @@ def test_each_timed_call_finds_the_same_tokens():
     call = torch_gpt2._at(cache, 10, lambda: net.decode([1, 2], cache))
     first = call().clone()
     assert torch.equal(call(), first) and cache.longest == 10
+
+
+def test_the_branches_for_a_gpu_without_one(quiet, monkeypatch):
+    """The Python side of a CUDA run: the CPU computes, a plain step stands for the graph."""
+    on_cpu = torch_gpt2.GPT2
+    monkeypatch.setattr(torch_gpt2, "GPT2", lambda model, device, dtype: on_cpu(model, "cpu", dtype))
+    monkeypatch.setattr(
+        torch_gpt2, "GraphedDecode", lambda net, cache: lambda tokens: net.decode(tokens, cache).clone()
+    )
+    monkeypatch.setattr(
+        torch_gpt2, "event_seconds", lambda call, repeats, device: event_seconds(call, repeats, device="cpu")
+    )
+    monkeypatch.setattr(torch_gpt2, "MemoryCap", lambda limit, device: MemoryCap(limit, "cpu"))
+    monkeypatch.setattr(
+        torch_gpt2, "profiled_launches", lambda call: call() is None or ProfiledLaunches(9, 5)
+    )
+    for name, value in {
+        "empty_cache": None, "mem_get_info": (2**33, 2**34), "memory_reserved": 0,
+        "get_device_properties": SimpleNamespace(name="NVIDIA Imagined 3000", total_memory=2**34),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    timed = torch_gpt2.time_everything(quick=True, repeats=1, device="cuda", peer=False)
+    results = timed["results"]
+    assert results["device"] == timed["machine"]["gpu"] == "NVIDIA Imagined 3000"
+    assert results["dtypes"] == ["float16", "bfloat16", "float32"]
+    modes = [p["mode"] for p in results["points"]]
+    assert modes == ["eager", "graph"] * 18
+    counts = {"kernels": 9, "calls": 5}
+    assert results["launches"] == {"counted": 30, "eager": counts, "graph": counts}
+    assert results["answers"]["float16"].keys() == {"tolerance", "NumPy", "single runs", "graph"}
+    assert results["ratios"]["batch 1 at 16, eager ÷ graph"] == 1.0
+    assert re.search(r"^ +1 +10\.00 +10\.00 +10\.00 +100 ", torch_gpt2.table(timed), re.M)
 
 
 @needs_cuda

@@ -1,6 +1,7 @@
 """MemoryCap: what counts, until when, and how one gets out of out-of-memory."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,6 +179,56 @@ def test_five_times_in_a_row_back_to_the_baseline(device):
         assert mebibytes(3, device).sum().device.type == device
     with torch.no_grad():
         assert len({tensor.device for tensor in [mebibytes(200, device)]}) == 1  # no limit any more
+
+
+class _FakeCuda:
+    """The part of torch.cuda that a cap uses, on a card of 8 GiB, with a note of every fraction set."""
+
+    def __init__(self):
+        self.fraction, self.set, self.peak_resets = 0.9, [], 0
+
+    def is_available(self):
+        return True
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(total_memory=8 * GIB)
+
+    def synchronize(self, device):
+        pass
+
+    empty_cache = staticmethod(lambda: None)
+
+    def get_per_process_memory_fraction(self, device):
+        return self.fraction
+
+    def set_per_process_memory_fraction(self, fraction, device):
+        assert isinstance(fraction, float) and 0 <= fraction <= 1  # what PyTorch takes
+        self.fraction = fraction
+        self.set.append(fraction)
+
+    def reset_peak_memory_stats(self, device):
+        self.peak_resets += 1
+
+    def memory_allocated(self, device):
+        return 3 * GIB
+
+    def max_memory_allocated(self, device):
+        return 5 * GIB
+
+
+def test_on_cuda_the_allocator_gets_the_share_and_has_it_taken_back(monkeypatch):
+    fake = _FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    cap = MemoryCap(6 * GIB, "cuda")
+    assert fake.set == []
+    with pytest.raises(torch.OutOfMemoryError), cap:
+        assert (cap.held, cap.peak) == (3 * GIB, 5 * GIB)
+        raise torch.OutOfMemoryError("from the allocator")
+    with cap:
+        cap.count(torch.zeros(1))
+    assert fake.set == [0.75, 0.9, 0.75, 0.9] and fake.peak_resets == 1
+    with MemoryCap(20 * GIB, "cuda"):
+        assert fake.fraction == 1.0
 
 
 @needs_cuda

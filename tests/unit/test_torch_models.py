@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, namedtuple
 
 import numpy as np
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from kvcourse import loading, measure
 from kvcourse.torch_models import (
@@ -19,6 +20,7 @@ from kvcourse.torch_models import (
     event_seconds,
     graphs,
     launched_operations,
+    launches,
     profiled_launches,
     timing,
 )
@@ -289,6 +291,40 @@ def test_the_profiler_needs_a_gpu(monkeypatch):
         profiled_launches(lambda: None)
 
 
+def test_what_the_profiler_counts(monkeypatch):
+    """Kernels, copies and fills on the device; calls of the host that start them. Sessions lose events at
+    their start, so the fullest one is taken. Here the sessions are made up."""
+    Event = namedtuple("Event", "name device_type is_user_annotation", defaults=[False])
+    host, device = DeviceType.CPU, DeviceType.CUDA
+    whole = [
+        Event("aten::add", host), Event("cudaLaunchKernel", host), Event("cudaLaunchKernelExC", host),
+        Event("cuLaunchKernel", host), Event("cudaMemcpyAsync", host), Event("cudaGraphLaunch", host),
+        Event("cudaDeviceSynchronize", host), Event("cudaStreamIsCapturing", host),
+        *[Event("gemm", device)] * 7, Event("Memcpy HtoD", device), Event("my range", device, True),
+    ]  # fmt: skip
+    sessions = iter([whole[:9], whole, whole[3:]])
+
+    class Session:
+        def __init__(self, activities):
+            self.found = next(sessions)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def events(self):
+            return self.found
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(launches, "profile", Session)
+    calls = []
+    assert profiled_launches(lambda: calls.append(1)) == ProfiledLaunches(kernels=8, calls=5)
+    assert len(calls) == 4
+
+
 @needs_cuda
 def test_the_profiler_sees_what_was_counted():
     x = torch.ones(64, 64, device="cuda")
@@ -303,7 +339,9 @@ def test_a_graph_is_one_call_and_many_kernels(model):
     graphed = GraphedDecode(net, cache)
     tokens = torch.zeros(1, dtype=torch.int64, device="cuda")
     found = profiled_launches(lambda: graphed(tokens))
-    assert found.calls == 2  # the tokens are copied to where the graph reads them, then it is launched
+    # The tokens are copied to where the graph reads them, then it is launched; PyTorch may set its random
+    # numbers' seed and offset before that.
+    assert 2 <= found.calls <= 4
     assert found.kernels >= 12 * LAYERS
 
 
