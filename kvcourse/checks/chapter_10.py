@@ -75,8 +75,8 @@ def _position_mistake(positions, real):
         where = f"row {row}, column {column}: position {found}, expected {want}"
         if (positions == np.arange(T)).all():
             return (
-                f"{where}. Positions not shifted: all rows share their columns' numbers. The first token of a "
-                f"text has position 0, however much padding stands before it"
+                f"{where}. Positions not shifted: all rows share their columns' numbers. The first token of "
+                f"a text has position 0, however much padding stands before it"
             )
         if (positions[real] == own[real] + 1).all():
             return f"{where}. A running sum of tokens is 1 at the first one: take 1 away"
@@ -85,8 +85,8 @@ def _position_mistake(positions, real):
         row, column = (int(index) for index in np.argwhere(positions < 0)[0])
         return (
             f"row {row}, column {column}: position {int(positions[row, column])}, negative. NumPy would take "
-            f"a row from the end of wpe, and a GPU would stop or read elsewhere: give padding a position of at "
-            f"least 0"
+            f"a row from the end of wpe, and a GPU would stop or read elsewhere: give padding a position of "
+            f"at least 0"
         )
     if positions.max() >= T:
         return f"padding got position {int(positions.max())} in {T} columns: keep it below {T}, 0 will do"
@@ -103,9 +103,10 @@ def _mask_mistake(visible, real):
         if len(late):
             query, key = late[0].tolist()
             turned = (seen == (causal & real[row]).T)[tokens].all() and T > 1
-            return (
-                f"row {row}: the query in column {query} sees column {key}, which comes later. "
-                + ("The mask is turned round: axis 1 is the query, axis 2 the key" if turned else "Keep the triangle")
+            return f"row {row}: the query in column {query} sees column {key}, which comes later. " + (
+                "The mask is turned round: axis 1 is the query, axis 2 the key"
+                if turned
+                else "Keep the triangle"
             )
         padding = np.argwhere(seen & ~real[row] & real[row][:, None])
         if len(padding):

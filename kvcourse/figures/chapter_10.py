@@ -39,8 +39,12 @@ DEVICES = {
 }
 MOST_USERS = 256  # the largest batch of the panel
 
+PALE = f"rgba(0, 114, 178, {look.CACHED_OPACITY})"  # a key that is there already
 WEIGHTS_COLOR, CACHES_COLOR = "#56B4E9", look.KEY  # as in chapter 09
 AXIS = {"showgrid": False, "ticks": "", "dtick": 1, "linewidth": 1}
+# Gray on the bare page, so that it is seen in both themes.
+HATCHED = {"shape": look.HATCH, "fgcolor": look.MASKED, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.15}
+CELL = 0.9  # height of a cell; plotly's own depends on which rows a kind of cell occurs in
 
 
 # --- one pass over several texts -------------------------------------------------------
@@ -55,9 +59,9 @@ def mask_figure(names, lengths):
         for key, other in enumerate(owner):
             if key <= query:
                 (seen if text == other else never).append((key, query))
-    for places, name, color, opacity, pattern in (
-        (seen, "same text, seen", look.KEY, look.NEW_OPACITY, ""),
-        (never, "another text, never computed", look.MASKED, 0.5, look.HATCH),
+    for places, name, marker in (
+        (seen, "same text, seen", {"color": look.KEY}),
+        (never, "another text, never computed", {"color": look.MASKED, "pattern": HATCHED}),
     ):
         hover = [
             f"query: {names[owner[y]]}, position {_place(owner, y)}<br>"
@@ -65,12 +69,16 @@ def mask_figure(names, lengths):
             for x, y in places
         ]
         bars = look.cells(
-            [x for x, _ in places], [y for _, y in places], name=name, hovertext=hover, opacity=opacity,
-            marker={"color": color, "pattern": {"shape": pattern, "fgcolor": look.INK, "solidity": 0.15}},
-        )  # fmt: skip
+            [x for x, _ in places],
+            [y for _, y in places],
+            name=name,
+            hovertext=hover,
+            width=CELL,
+            marker=marker,
+        )
         figure.add_trace(bars)
     ends = [-0.6, len(owner) - 0.4]
-    figure.update_layout(barmode="overlay", bargap=0.06)
+    figure.update_layout(barmode="overlay")
     figure.update_xaxes(**AXIS, range=ends)
     return figure.update_yaxes(**AXIS, range=ends[::-1])
 
@@ -104,62 +112,42 @@ def rectangle_figure(names, lengths, new):
         for column in range(widest + new):
             kind = "padding" if column < padding else "prompt" if column < widest else "new"
             groups[kind].append((column, row, max(column - padding, 0)))
-    for kind, name, color, ink in (
-        ("prompt", "token of the prompt", look.KEY, "#ffffff"),
-        ("new", "token of a later step", WEIGHTS_COLOR, "#000000"),
-        ("padding", "padding, masked", look.MASKED, look.INK),
+    for kind, name, marker, ink in (
+        ("prompt", "token of the prompt", {"color": PALE}, look.INK),
+        ("new", "token of a later step", {"color": look.KEY}, "#ffffff"),
+        ("padding", "padding, masked", {"color": look.MASKED, "pattern": HATCHED}, look.INK),
     ):
-        pattern = {"shape": look.HATCH if kind == "padding" else "", "fgcolor": look.MASKED, "solidity": 0.15}
-        if kind == "padding":
-            pattern |= {"bgcolor": "rgba(0,0,0,0)"}
         cells = groups[kind]
         hover = [
             f"{names[row]}, column {column}: " + (name if kind == "padding" else f"position {position}")
             for column, row, position in cells
         ]
         bars = look.cells(
-            [column for column, _, _ in cells], [row for _, row, _ in cells], name=name, hovertext=hover,
+            [column for column, _, _ in cells],
+            [row for _, row, _ in cells],
+            name=name,
+            hovertext=hover,
             text=["" if kind == "padding" else str(position) for _, _, position in cells],
-            marker={"color": color, "pattern": pattern, "line": {"color": look.MASKED, "width": 1}},
+            width=CELL,
+            marker=marker,
             textfont={"color": ink, "size": look.TEXT_SIZE},
-        )  # fmt: skip
+        )
         figure.add_trace(bars)
-    figure.update_layout(barmode="overlay", bargap=0.1)
+    figure.update_layout(barmode="overlay")
     figure.update_xaxes(**AXIS, range=[-0.6, widest + new - 0.4])
     labels = [look.plain(name) for name in names]
     figure.update_yaxes(**AXIS, range=[len(names) - 0.5, -0.5])
     return figure.update_yaxes(tickvals=list(range(len(names))), ticktext=labels)
 
 
-def rectangle_text(names, lengths):
+def rectangle_text(lengths):
     """The sentence under it: the positions in the first column of decode."""
     widest = max(lengths)
     padding = sum(widest - n for n in lengths)
     return (
         f"{widest * len(lengths)} cells in prefill, {padding} of them padding. Column {widest}, the first of "
-        f"decode, holds positions {_listed(lengths)} of {_listed_words(names)}."
+        f"decode, holds positions {_listed(lengths)}, a token of each."
     )
-
-
-def _listed_words(words):
-    return f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def waste(prompts, answers):
-    """What a rectangle of these texts holds and computes, and how much of it is real, in rows.
-
-    Prompts are padded to the longest and go through in one pass. Then every row takes part in every step
-    until the longest answer is written. The last token of an answer is chosen and never read.
-    """
-    rows = len(prompts)
-    return {
-        "prefill": rows * max(prompts),
-        "prefill_real": sum(prompts),
-        "decode": rows * (max(answers) - 1),
-        "decode_real": sum(n - 1 for n in answers),
-        "held": rows * (max(prompts) + max(answers) - 1),
-        "held_real": sum(prompts) + sum(n - 1 for n in answers),
-    }
 
 
 # --- the sweep ---------------------------------------------------------------------------
@@ -181,9 +169,7 @@ def sweep_rows(timed):
     once and does next to nothing else. Everything in float32.
     """
     traffic = {
-        batch: sizing.pass_bytes(
-            GPT2, 1, CONTEXT, batch=batch, dtype="float32", weights_dtype="float32"
-        )
+        batch: sizing.pass_bytes(GPT2, 1, CONTEXT, batch=batch, dtype="float32", weights_dtype="float32")
         for batch in timed
     }
     bandwidth = traffic[1].weights / timed[1]["weights"].min  # bytes a second
@@ -225,7 +211,7 @@ def sweep_table(rows, bandwidth):
 
 
 def sweep_figure(rows):
-    """Left: time of a step against the batch. Right: tokens a second of all sequences. Both with the blog's."""
+    """Left: time of a step against the batch. Right: tokens a second of all. Both with the blog's."""
     figure = look.new_figure("sequences", "time of a step (ms)", log_x=True, log_y=True)
     batches = [row["batch"] for row in rows]
     floors = [round(blog_floor_ms(batch), 3) for batch in BLOG_BATCHES]
@@ -261,20 +247,23 @@ def _rounded(rows, key):
 
 def _floor(x, y, name, color):
     return go.Scatter(
-        x=list(x), y=list(y), name=name, mode="lines", line={"color": color, "width": 1.5, "dash": "dot"},
+        x=list(x),
+        y=list(y),
+        name=name,
+        mode="lines",
+        line={"color": color, "width": 1.5, "dash": "dot"},
         hovertemplate=name + ": %{y:,} ms at %{x} sequences<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def sweep_text(rows):
     """The sentence under it."""
     first, last = rows[0], rows[-1]
+    times, rates = ([row / column[0] for row in column] for column in (BLOG_MS, BLOG_TOKENS_S))
     return (
-        f"Here {last['batch']} sequences take {last['step'] / first['step']:.1f} times as long as one and give "
-        f"{last['rate'] / first['rate']:.1f} times the tokens; the blog's 32 take "
-        f"{BLOG_MS[2] / BLOG_MS[0]:.1f} times as long and give {BLOG_TOKENS_S[2] / BLOG_TOKENS_S[0]:.1f} times "
-        f"the tokens, its 256 {BLOG_MS[-1] / BLOG_MS[0]:.1f} times as long for "
-        f"{BLOG_TOKENS_S[-1] / BLOG_TOKENS_S[0]:.1f} times."
+        f"Here {last['batch']} sequences take {last['step'] / first['step']:.1f} times as long as one and "
+        f"give {last['rate'] / first['rate']:.1f} times the tokens; the blog's 32 take {times[2]:.1f} times "
+        f"as long for {rates[2]:.1f} times the tokens, its 256 {times[-1]:.1f} times for {rates[-1]:.1f}."
     )
 
 
@@ -323,11 +312,16 @@ def users_figure(data):
     ):
         figure.add_trace(
             go.Scatter(
-                x=batches, y=_digits(y), name=name, mode="lines", fill=fill, line={"color": color, "width": 2},
+                x=batches,
+                y=_digits(y),
+                name=name,
+                mode="lines",
+                fill=fill,
+                line={"color": color, "width": 2},
                 fillpattern={"shape": shape, "fgcolor": color, "solidity": 0.25},
                 hovertemplate=name + " (and what lies below): " + hover,
             )
-        )  # fmt: skip
+        )
     arithmetic = [data["compute"][n - 1] for n in batches]
     figure.add_trace(_floor(batches, _digits(arithmetic), "arithmetic, at the same time", look.INK))
     rates = [n / ms * 1000 for n, ms in zip(batches, total, strict=True)]
@@ -343,6 +337,7 @@ def users_figure(data):
         xaxis2={**axis, "domain": [0.57, 1], "anchor": "y2", "range": [0, MOST_USERS]},
         yaxis2={**axis, "anchor": "x2", "rangemode": "tozero", "tickformat": ","},
         yaxis={"rangemode": "tozero"},
+        legend={"traceorder": "normal"},
     )
     figure.layout.xaxis2.title.text = "sequences"
     figure.layout.yaxis2.title.text = "tokens a second, all together"
@@ -359,22 +354,38 @@ def _mark_chosen(figure, data):
     ):
         figure.add_trace(
             go.Scatter(
-                x=[x], y=_digits([y]), name="chosen", mode="markers", hovertemplate="chosen<extra></extra>",
-                marker={"size": 12, "color": look.PAPER, "line": {"color": look.INK, "width": 3}}, **more,
+                x=[x],
+                y=_digits([y]),
+                name="chosen",
+                mode="markers",
+                hovertemplate="chosen<extra></extra>",
+                marker={"size": 12, "color": look.PAPER, "line": {"color": look.INK, "width": 3}},
+                **more,
             )
-        )  # fmt: skip
+        )
     room, tops = data["room"], (max(data["total"]), max(n / t * 1000 for n, t in enumerate(data["total"], 1)))
     x = [min(room, MOST_USERS), MOST_USERS]
     for top, more in zip(tops, ({}, {"xaxis": "x2", "yaxis": "y2", "showlegend": False}), strict=True):
         figure.add_trace(
             go.Scatter(
-                x=x, y=_digits([top, top]), name="does not fit", mode="lines", fill="tozeroy",
-                line={"width": 0, "color": look.WRONG}, fillcolor="rgba(213,94,0,0.10)", hoverinfo="skip",
-                fillpattern={"shape": look.CROSS_HATCH, "fgcolor": look.WRONG, "fgopacity": 0.5, "solidity": 0.1,
-                             "fillmode": "overlay"},
+                x=x,
+                y=_digits([top, top]),
+                name="does not fit",
+                mode="lines",
+                fill="tozeroy",
+                line={"width": 0, "color": look.WRONG},
+                fillcolor="rgba(213,94,0,0.10)",
+                hoverinfo="skip",
+                fillpattern={
+                    "shape": look.CROSS_HATCH,
+                    "fgcolor": look.WRONG,
+                    "fgopacity": 0.5,
+                    "solidity": 0.1,
+                    "fillmode": "overlay",
+                },
                 **more,
             )
-        )  # fmt: skip
+        )
 
 
 def _digits(values):
@@ -387,7 +398,8 @@ def users_text(data):
     weights, caches, compute, total = (
         data[key][batch - 1] for key in ("weights", "caches", "compute", "total")
     )
-    name = f"{data['model']} on {data['device']}, {batch} sequence{'s' * (batch > 1)} of {data['context']:,} tokens"
+    name = f"{data['model']} on {data['device']}, {batch} sequence{'s' * (batch > 1)} "
+    name += f"of {data['context']:,} tokens"
     if data["context"] >= data["limit"]:
         return f"{name}: the model has {data['limit']:,} positions, and the next token would need one more."
     split = f"{weights:.2f} for the weights and {caches:.2f} for the caches"
@@ -395,9 +407,8 @@ def users_text(data):
         split += f", but {compute:.2f} for the arithmetic"
     speed = f"{1000 / total:,.0f} tokens a second for each, {batch / total * 1000:,.0f} for all"
     room = data["room"]
-    fits = f"There is room for {room:,}." if batch <= room else f"It does not fit: there is room for {room:,}."
-    if room == 0:
-        fits = "It does not fit."
+    fits = ("" if batch <= room else "It does not fit: ") + f"there is room for {room:,}."
+    fits = fits[0].upper() + fits[1:]
     return f"{name}: a step takes at least {total:.2f} ms, {split}; so at most {speed}. {fits}"
 
 

@@ -13,9 +13,7 @@ def users_panel() -> Panel:
     return Panel(
         "sequences in a step",
         {
-            "batch": ipywidgets.IntSlider(
-                value=1, min=1, max=figures.MOST_USERS, description="sequences"
-            ),
+            "batch": ipywidgets.IntSlider(value=1, min=1, max=figures.MOST_USERS, description="sequences"),
             "context": ipywidgets.SelectionSlider(
                 value=500,
                 options=[100, 200, 500, 1000, 2000, 4000, 8000, 16000, 32000],
