@@ -34,25 +34,26 @@ class Stage:
         return Rows(keys, values)
 
     def _left(self, batch, handled):
-        """The line for what is held when make(batch) is called, or "". `handled`: the error of an open except."""
+        """The line for what is held when make(batch) starts, or "". `handled`: an open clause's error."""
         held = self.cap.held
         if not held or not self.calls:
             return ""
         start = f"when make({batch}) is called, {_mib(held)} are still held"
         if handled is not None:
             return (
-                f"{start}: you call make within the except clause, where Python keeps the error, and the error "
-                f"its frames. Leave the clause first"
+                f"{start}: you call make within the except clause, where Python keeps the error, and the "
+                f"error its frames. Leave the clause first"
             )
         last, fitted = self.calls[-1]
         if not fitted:
             return (
-                f"{start}: the error of make({last}) is kept, and its traceback holds half-made rows. Keep None, "
-                f"or str(error), not the error"
+                f"{start}: the error of make({last}) is kept, and its traceback holds half-made rows. "
+                f"Keep None, or str(error), not the error"
             )
         return (
-            f"{start}: the rows of {last} still have a name, or a place in what you collect. `rows = make(batch)` "
-            f"lets go of the old ones only when the new ones are there: write down rows.nbytes, then del rows"
+            f"{start}: the rows of {last} still have a name, or a place in what you collect. `rows = "
+            f"make(batch)` lets go of the old ones only when the new ones are there: write down rows.nbytes, "
+            f"then del rows"
         )
 
 
@@ -76,7 +77,10 @@ def _stage(limit=LIMIT):
 
 @exercise(
     "11.sweep",
-    right="seven errors in one sweep, every batch that fits was found, and nothing is held before a try or after the last.",
+    right=(
+        "seven errors in one sweep, every batch that fits was found, and nothing was held before a try or "
+        "after the last."
+    ),
     todo="replace `...` by the loop, then run this cell again",
 )
 def sweep(run: Run) -> str | None:
@@ -104,7 +108,7 @@ def _uncaught(error, stage):
     if not isinstance(error, torch.OutOfMemoryError):
         return None
     batch = stage.calls[-1][0]
-    return f"make({batch}) ran out of memory and your loop ended with it: catch torch.OutOfMemoryError and go on"
+    return f"make({batch}) ran out of memory and ended your loop: catch torch.OutOfMemoryError and go on"
 
 
 def _answer_mistake(got, stage):
@@ -131,7 +135,7 @@ def _value_mistake(batch, value):
             return f"for batch {batch} you return the error itself: it holds half-made rows. Return None"
         return f"batch {batch} needs {_mib(need)} of {_mib(LIMIT)}: expected None, got {short(value)}"
     if value is None:
-        return f"batch {batch} needs {_mib(need)} of {_mib(LIMIT)} and fits alone: expected {need:,} bytes, got None"
+        return f"batch {batch} needs {_mib(need)} of {_mib(LIMIT)}, so it fits alone, and you return None"
     if isinstance(value, Rows):
         return f"for batch {batch} you return the rows, and so they stay held. Write down rows.nbytes"
     if not is_number(value) or value != need:
@@ -144,8 +148,8 @@ def _left_at_the_end(stage):
     if not stage.cap.held:
         return None
     return (
-        f"your function has returned and {_mib(stage.cap.held)} are still held. Was an error given to a variable of "
-        f"the function that caught it? That is a circle: do not keep it, or call gc.collect()"
+        f"your function has returned and {_mib(stage.cap.held)} are still held. Was an error given to a "
+        f"variable of the function that caught it? That is a circle: do not keep it, or call gc.collect()"
     )
 
 

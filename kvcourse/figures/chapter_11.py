@@ -15,7 +15,7 @@ from kvcourse import config, sizing
 from kvcourse.figures import template as look
 from kvcourse.figures.chapter_09 import COMPUTE_COLOR, WEIGHTS_COLOR, seconds
 
-BLOG = "“The KV cache and the systems around it”: GPT-2 124M, float16, 512 tokens each, laptop RTX 3060, PyTorch"
+BLOG = "“The KV cache and the systems around it”: GPT-2 124M in PyTorch, float16, laptop RTX 3060"
 
 # BLOG: one decode step of a batch, every sequence with 512 tokens, in milliseconds.
 BLOG_BATCHES = [1, 8, 32, 64, 128, 256]
@@ -114,7 +114,7 @@ def step(batch, context, model, device, dtype, way, cost, share, measured=()):
 
 
 def _parts(took):
-    """A PassTime as milliseconds that add up to its total: what the longest part leaves the others to wait."""
+    """A PassTime as milliseconds that add up to its total: beside the bytes, what is left to wait."""
     compute = took.compute or 0.0
     arithmetic = max(0.0, compute - took.memory)
     waiting = max(0.0, took.launches - max(took.memory, compute))
@@ -283,7 +283,7 @@ def _bound_words(data):
 
 def _table_words(data):
     """The blog's own figure, where its table has this step."""
-    if blog_line() in data["measured"] and data["batch"] in BLOG_BATCHES:
+    if data["way"] == "one by one" and blog_line() in data["measured"] and data["batch"] in BLOG_BATCHES:
         return f" The blog measured {BLOG_MS[BLOG_BATCHES.index(data['batch'])]} ms."
     return ""
 
@@ -294,7 +294,8 @@ def _limits(data):
     if data["context"] + 1 > data["max_seq_len"]:
         notes += f" The model has {data['max_seq_len']:,} positions: beyond them this is arithmetic only."
     if data["held"] > data["memory"]:
-        notes += f" It does not fit: {data['held'] / GIB:.1f} GiB on a card of {data['memory'] / GIB:.1f} GiB."
+        held, there = (f"{data[key] / GIB:.1f} GiB" for key in ("held", "memory"))
+        notes += f" It does not fit: {held} on a card of {there}."
     return notes
 
 
@@ -327,7 +328,7 @@ def blog_line():
 
 
 def recorded_lines(runs):
-    """Lines for the panel from recorded runs of `kvcourse bench torch`: one for each format, length and way."""
+    """Lines for the panel from runs of `kvcourse bench torch`: one for each format, length and way."""
     lines = []
     for run in runs:
         points = run.results["points"]
@@ -364,7 +365,7 @@ def recorded_table(runs):
                 if steps:
                     lines.append(f"{recorded_label(run)}, {dtype}, {context} tokens each, {mode}: {steps}")
     if not any("gpu" in run.machine for run in runs):
-        lines.append("no recorded run of a GPU yet: on a machine with one, `kvcourse bench torch --out` writes it")
+        lines.append("no recorded run of a GPU yet: `kvcourse bench torch --out` writes one")
     return "\n".join(lines)
 
 
@@ -384,9 +385,9 @@ def blog_table():
 def blog_growth(low, high):
     """From one batch of the blog's table to another: how many times the bytes of a step, and its time."""
     shape, card = config.lookup("gpt2"), sizing.device("rtx-3060-laptop")
-    bytes_low, bytes_high = (sizing.step_time(shape, card, BLOG_CONTEXT, batch).memory for batch in (low, high))
+    few, many = (sizing.step_time(shape, card, BLOG_CONTEXT, batch).memory for batch in (low, high))
     ms = dict(zip(BLOG_BATCHES, BLOG_MS, strict=True))
-    return bytes_high / bytes_low, ms[high] / ms[low]
+    return many / few, ms[high] / ms[low]
 
 
 def device_table(model="gpt2"):

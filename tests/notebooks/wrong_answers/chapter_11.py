@@ -31,6 +31,7 @@ def _remembers_the_last_error(make, batches):
             found[batch] = make(batch).nbytes
         except torch.OutOfMemoryError as error:
             found[batch], last = None, error
+    assert last is not None
     return found
 
 
@@ -114,7 +115,7 @@ WRONG = {
         (_remembers_the_last_error, "the error of make(512) is kept"),
         (_keeps_the_rows, "or a place in what you collect"),
         (_goes_on_within_the_clause, "you call make within the except clause"),
-        (lambda make, batches: {batch: make(batch).nbytes for batch in batches}, "your loop ended with it"),
+        (lambda make, batches: {batch: make(batch).nbytes for batch in batches}, "ended your loop"),
         (_stops_at_the_first, "make(256) was never called"),
         (_leaves_failed_ones_out, "batch 512 is missing"),
         (_says_only_whether, "got True (bool)"),
