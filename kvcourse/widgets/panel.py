@@ -201,7 +201,7 @@ class Panel(ipywidgets.VBox):
         if self.slow:
             raise ValueError(f"{self!r} is slow: a pasted setting could not show its result at once")
         self._field = ipywidgets.Text(
-            description="this setting as text",
+            description="as text",
             continuous_update=False,  # half a pasted line is not a setting
             style={"description_width": "initial"},
             layout=ipywidgets.Layout(width="auto"),

@@ -60,6 +60,19 @@ moving = Panel("positions processed", {
 }, compute, figure, describe)
 moving
 """
+AS_TEXT = """
+def read(text):
+    values = dict(part.split("=") for part in text.split())
+    if set(values) != {"prompt", "new"}:
+        raise ValueError(f"{text!r} is no setting")
+    return {name: int(value) for name, value in values.items()}
+
+written = Panel("kept as text", {
+    "prompt": ipywidgets.IntSlider(value=10, min=1, max=20, description="prompt"),
+    "new": ipywidgets.BoundedIntText(value=3, min=1, max=9, description="new tokens"),
+}, compute, figure, describe, as_text=("prompt={prompt} new={new}".format_map, read))
+written
+"""
 SLOW = """
 pressed = Panel("slow panel", {"prompt": ipywidgets.IntSlider(value=10, min=1, max=20, description="prompt")},
                 slow, figure, describe, slow=True, first=compute(10, 5), button="Measure")
@@ -103,6 +116,28 @@ def run_notebook(server, page, name: str, sources: list[str]) -> list[lab.Cell]:
 def assert_quiet(page) -> None:
     assert page.watch.foreign == []
     assert page.watch.console == []
+
+
+def test_a_setting_can_be_copied_and_pasted(server, page):
+    cells = run_notebook(server, page, "as_text.ipynb", [SET_UP, AS_TEXT])
+    (panel,) = lab.panels_of(page, cells[1])
+    field = panel.query_selector("input[type=text]")
+    assert field.input_value() == "prompt=10 new=3"
+    lab.move_by_keyboard(page, panel)
+    assert field.input_value() == "prompt=11 new=3"
+    for text, said in (
+        ("prompt=12 new=2", "Without a cache 25 positions <b>, with one 13."),
+        ("prompt=12", "This text does not work: ValueError: 'prompt=12' is no setting"),
+        ("prompt=7 new=1", "Without a cache 7 positions <b>, with one 7."),
+    ):
+        field.fill(text)
+        field.press("Enter")
+        page.wait_for_function(
+            "([panel, text]) => panel.querySelector('[role=status]').innerText === text", arg=[panel, said]
+        )
+        assert field.input_value() == text
+    assert lab.layout_problems(panel) == []
+    assert_quiet(page)
 
 
 def test_a_panel_moves_by_keyboard_and_reads_in_both_themes(server, page):

@@ -97,6 +97,7 @@ def test_sums_of_the_page_by_hand(printed):
         240_000 * token_7b == 125_829_120_000 and "cache 125.8 GB" in printed and "cache  31.5 GB" in printed
     )
     assert "34,359,738,368 B = 32 GiB" in printed
+    assert 32 * 8000 * 131_072 == 31.25 * GIB and "= 31.25 GiB" in printed
 
 
 def test_roundings_of_the_page_have_a_margin():
