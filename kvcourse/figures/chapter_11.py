@@ -159,10 +159,12 @@ def step_figure(data):
         *(_measured(line) for line in data["measured"]),
     ):
         figure.add_trace(trace.update(xaxis="x2", yaxis="y2"))
-    shown = [*totals, *(ms for line in data["measured"] for ms in line["ms"])]
+    launching = data["every"][data["batch"]]["launches"]
+    shown = [*totals, launching, *(ms for line in data["measured"] for ms in line["ms"])]
     low, high = min(shown) / 1.6, max(shown) * 1.6
     figure.update_layout(
         barmode="stack",
+        legend={"traceorder": "normal"},  # plotly would turn it round for stacked bars
         bargap=0.25,
         xaxis={"domain": [0, 0.44], "type": "category"},
         yaxis={"range": [0, 102], "dtick": 25},
@@ -194,9 +196,14 @@ def _bar(data, key, name, color, pattern):
         name=name,
         marker={
             "color": color,
-            "opacity": 1 if key != "caches" else 0.8,
             "line": {"color": look.INK, "width": chosen},
-            "pattern": {"shape": pattern, "fgcolor": look.INK, "size": 6},
+            # Overlay keeps the bar's color under the pattern; white lines are seen on it in both themes.
+            "pattern": {
+                "shape": pattern,
+                "fillmode": "overlay",
+                "fgcolor": "rgba(255,255,255,0.7)",
+                "size": 7,
+            },
         },
         text=[f"batch {b}: {name} {part[key]:,.2f} ms" for b, part in zip(shown, parts, strict=True)],
         textposition="none",
