@@ -187,7 +187,8 @@ def test_nan_below_the_longest_sequence_spreads_until_reset():
     net = net_of()
     batch_cache = BatchCache(net, len(prompts), POSITIONS)
     expected = decoded(net, prompts, tokens, batch_cache=batch_cache)
-    batch_cache.values[:, 0, :, 8] = float("nan")  # of sequence 0 with 5 tokens, the longest has 19
+    # Sequence 0 has 5 tokens, the longest 19. A prefill's padding, 17 rows, does not reach row 18.
+    batch_cache.values[:, 0, :, 18] = float("nan")
     assert np.isnan(numbers(net.decode([0] * 4, batch_cache))[0]).all()
     batch_cache.reset()
     np.testing.assert_array_equal(
