@@ -126,6 +126,7 @@ class Panel(ipywidgets.VBox):
     @property
     def setting(self) -> str:
         """The line in the text field of a panel with ``as_text``; ``restore`` reads it."""
+        self._needs_text()
         return self._field.value
 
     def restore(self, text: str) -> str:
@@ -134,6 +135,7 @@ class Panel(ipywidgets.VBox):
         Raises ``ValueError`` in one line for a text that cannot be read, or a value that a control cannot
         take; all controls then stay as they were.
         """
+        self._needs_text()
         before = self._held
         self._held = True  # reading may add an option to a control, which is not yet a choice
         try:
@@ -209,6 +211,10 @@ class Panel(ipywidgets.VBox):
         self._write_field()
         self._field.observe(self._pasted, names="value")
         return [self._field]
+
+    def _needs_text(self) -> None:
+        if self._write is None:
+            raise ValueError(f"{self!r} keeps no setting as text: make it with as_text=(write, read)")
 
     def _write_field(self) -> None:
         if self._write is None:

@@ -172,6 +172,12 @@ def test_reading_may_add_an_option_without_choosing_it():
     assert calls == [2, 3]
 
 
+def test_a_panel_without_a_setting_as_text_says_so():
+    for ask in (lambda: make().setting, lambda: make().restore("prompt=1")):
+        with pytest.raises(ValueError, match="keeps no setting as text: make it with as_text"):
+            ask()
+
+
 def test_a_slow_panel_has_no_setting_as_text():
     with pytest.raises(ValueError, match="<Panel: positions processed> is slow"):
         make(compute=lambda progress, **v: compute(**v), slow=True, as_text=(write, read))
