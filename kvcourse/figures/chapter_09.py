@@ -43,11 +43,19 @@ DEVICES = {
     "RTX 4090": "rtx-4090",
     "RTX 3060": "rtx-3060",
 }
-LONGEST, STEP, LARGEST_BATCH = 128_000, 100, 512  # ends and steps of the panel's controls
+# What the panel's sliders offer: close together where the page asks something, wide apart beyond.
+PROMPTS = [*range(100, 1001, 100), 1500, 2000, 2300, 3000, 4000, 8000, 16_000, 32_000, 64_000, 128_000]
+CACHED = [*range(0, 1001, 100), 1500, 1600, 1700, 1800, 1900, 3000, 4000, 8000, 16_000, 32_000, 64_000]
+BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 WEIGHTS_COLOR, COMPUTE_COLOR = "#56B4E9", "#CC79A7"  # caches are keys and values: KEY, at cached strength
 # How far the axes reach, in powers of ten: every pass of the panel lies within.
-_FLOP_PER_BYTE, _TFLOPS = (-0.4, 5.4), (-1.2, 3.6)
+_FLOP_PER_BYTE, _TFLOPS = (-0.4, 5.6), (-1.2, 3.6)
+
+
+# Kinds of passes in the panel, and their marks.
+COLD, WARM, ALONE, TOGETHER = "cold prefill", "warm prefill", "decode", "batched decode"
+SYMBOLS = {COLD: "circle-open", WARM: "circle", ALONE: "square", TOGETHER: "diamond"}
 
 
 # --- the main panel ------------------------------------------------------------------
@@ -63,12 +71,12 @@ def passes(model, device, prompt, cached, batch):
     """
     shape, card = config.lookup(MODELS[model]), sizing.device(DEVICES[device])
     cached = min(cached, prompt - 1)
-    asked = [("prefill, nothing cached", prompt, 0, 1)]
+    asked = [(COLD, "prefill, nothing cached", prompt, 0, 1)]
     if cached:
-        asked.append(("prefill", prompt - cached, cached, 1))
-    asked.append(("decode", 1, prompt, 1))
+        asked.append((WARM, f"prefill, {cached:,} cached", prompt - cached, cached, 1))
+    asked.append((ALONE, "decode", 1, prompt, 1))
     if batch > 1:
-        asked.append((f"decode, batch of {batch}", 1, prompt, batch))
+        asked.append((TOGETHER, f"decode, batch of {batch}", 1, prompt, batch))
     held = sizing.weight_bytes(shape) + batch * sizing.kv_bytes(shape, prompt + 1)
     return {
         "model": model,
@@ -86,11 +94,12 @@ def passes(model, device, prompt, cached, batch):
     }
 
 
-def _pass(shape, card, name, new, past, batch):
+def _pass(shape, card, kind, name, new, past, batch):
     """One pass as plain numbers: intensity, what the roof allows, and the seconds of each part."""
     work = sizing.work(shape, new, past, batch)
     took = sizing.pass_time(work, card)
     return {
+        "kind": kind,
         "name": name,
         "new": new,
         "past": past,
@@ -105,28 +114,20 @@ def _pass(shape, card, name, new, past, batch):
     }
 
 
-SYMBOLS = {
-    "prefill, nothing cached": "circle-open",
-    "prefill": "circle",
-    "decode": "square",
-    "batch": "diamond",
-}
-
-
 def passes_figure(data):
     """Left: the roof of the device, and each pass on it. Right: what each pass's time goes to."""
     figure = look.new_figure("FLOP for each byte moved", "TFLOP/s", log_x=True, log_y=True, height=400)
     figure.add_trace(_roof(data))
     figure.add_trace(_ridge(data))
-    names = ["prefill, nothing cached", "prefill", "decode", "batch"]  # always four: traces keep their place
-    found = {"batch" if one["batch"] > 1 else one["name"]: one for one in data["passes"]}
-    for name in names:
-        figure.add_trace(_dot(name, found.get(name)))
+    found = {one["kind"]: one for one in data["passes"]}
+    for kind in SYMBOLS:  # always all four, so that traces keep their place
+        figure.add_trace(_dot(kind, found.get(kind)))
     figure.add_trace(_book_dots(data))
     for bar in _split(data["passes"]):
         figure.add_trace(bar)
     rows = list(range(len(data["passes"])))
     figure.update_layout(
+        barmode="overlay",  # each bar has its own place already
         xaxis={"domain": [0, 0.52], "range": _FLOP_PER_BYTE},
         yaxis={"range": _TFLOPS},
         xaxis2={
@@ -173,20 +174,20 @@ def _ridge(data):
     )
 
 
-def _dot(name, one):
+def _dot(kind, one):
     """One pass on the roof; without points, and so without a legend entry, where there is no such pass."""
     at = [] if one is None else [one]
     trace = go.Scatter(
         x=[round(p["intensity"], 4) for p in at],
         y=[_tera(p["flops"]) for p in at],
-        name=at[0]["name"] if at else name,
+        name=at[0]["name"] if at else kind,
         mode="markers",
         showlegend=bool(at),
         marker={
-            "symbol": SYMBOLS[name],
+            "symbol": SYMBOLS[kind],
             "size": 13,
-            "color": COMPUTE_COLOR if "prefill" in name else WEIGHTS_COLOR,
-            "line": {"color": COMPUTE_COLOR if "open" in SYMBOLS[name] else look.INK, "width": 2},
+            "color": COMPUTE_COLOR if kind in (COLD, WARM) else WEIGHTS_COLOR,
+            "line": {"color": COMPUTE_COLOR if kind == COLD else look.INK, "width": 2},
         },
         hovertemplate="%{text}<extra></extra>",
         text=[f"{p['name']}: {p['intensity']:,.2f} FLOP per byte, {p['bound']} bound" for p in at],
@@ -237,7 +238,17 @@ def _split(rows):
             width=0.34,
             orientation="h",
             name=name,
-            marker={"color": color, "pattern": {"shape": shape, "fgcolor": look.INK, "size": 6}},
+            # White on the bar's own color: a pattern cannot follow the theme, and this need not.
+            marker={
+                "color": color,
+                "pattern": {
+                    "shape": shape,
+                    "fillmode": "overlay",
+                    "fgcolor": "#ffffff",
+                    "size": 8,
+                    "solidity": 0.2,
+                },
+            },
             xaxis="x2",
             yaxis="y2",
             hovertemplate="%{text}<extra></extra>",
@@ -271,9 +282,7 @@ def passes_text(data):
 
 
 def _pass_words(one):
-    named = one["name"]
-    if one["name"] == "prefill":
-        named = f"prefill of {one['new']:,} after {one['past']:,} cached"
+    named = f"prefill of {one['new']:,} after {one['past']:,} cached" if one["kind"] == WARM else one["name"]
     bound = f"{one['bound']} bound, {seconds(one['total'])}"
     text = f"{named}: {intensity(one['intensity'])} FLOP per byte, {bound}"
     if one["batch"] > 1:

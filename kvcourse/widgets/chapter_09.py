@@ -10,19 +10,12 @@ from kvcourse.widgets.panel import Panel
 
 def roofline_panel() -> Panel:
     """Prompt, cached part, batch, model, device: passes on the roof, and what their time goes to."""
-    longest, step = figures.LONGEST, figures.STEP
     return Panel(
         "passes on a roofline",
         {
-            "prompt": ipywidgets.IntSlider(
-                value=1000, min=step, max=longest, step=step, description="prompt (tokens)"
-            ),
-            "cached": ipywidgets.IntSlider(
-                value=0, min=0, max=longest, step=step, description="of them cached (tokens)"
-            ),
-            "batch": ipywidgets.IntSlider(
-                value=1, min=1, max=figures.LARGEST_BATCH, description="requests that decode together"
-            ),
+            "prompt": _slider(figures.PROMPTS, 1000, "prompt (tokens)"),
+            "cached": _slider(figures.CACHED, 0, "of them cached (tokens)"),
+            "batch": _slider(figures.BATCHES, 1, "requests that decode together"),
             "model": ipywidgets.Dropdown(options=list(figures.MODELS), description="model"),
             "device": ipywidgets.Dropdown(options=list(figures.DEVICES), description="device"),
         },
@@ -30,3 +23,8 @@ def roofline_panel() -> Panel:
         figure=figures.passes_figure,
         describe=figures.passes_text,
     )
+
+
+def _slider(numbers, value, description):
+    options = [(f"{number:,}", number) for number in numbers]
+    return ipywidgets.SelectionSlider(options=options, value=value, description=description)

@@ -90,7 +90,7 @@ def test_the_server_of_break_it_computes_what_differs_and_never_nothing(model):
 def test_a_run_in_order_misleads_and_a_shuffled_one_does_not(printed):
     assert "in order: 15.8 ± 0.2 ms" in printed and "shuffled: 11.4 ± 0.7 ms" in printed
     # By hand: the middle of 30 calls that slow by 1 % each is 1.01 ** 14.5 of the first.
-    assert f"{10 * 1.01**14.5:.1f} in the middle, {10 * 1.01**29:.1f} at the last" in printed
+    assert "10.0 at the first call, 11.6 in the middle, 13.3 at the last" in printed
 
 
 # --- the audits, by hand ------------------------------------------------------------------
@@ -232,20 +232,20 @@ def test_the_panel_at_the_ends_of_its_controls():
     (low_x, high_x), (low_y, high_y) = figures._FLOP_PER_BYTE, figures._TFLOPS
     for model in figures.MODELS:
         for device in figures.DEVICES:
-            for prompt, cached, batch in ((100, 0, 1), (100, 128_000, 512), (128_000, 0, 512)):
+            for prompt, cached, batch in ((100, 0, 1), (100, 64_000, 512), (128_000, 0, 512)):
                 text = panel.set(model=model, device=device, prompt=prompt, cached=cached, batch=batch)
                 assert text.startswith(f"{model} on the {device}, prompt {prompt:,}")
-                for trace in panel.figure.data[:7]:
+                for trace in panel.figure.data[1:7]:  # the roof runs from edge to edge
                     for x, y in zip(trace.x, trace.y, strict=True):
-                        assert low_x <= math.log10(x) <= high_x and low_y <= math.log10(y) <= high_y
+                        assert low_x < math.log10(x) < high_x and low_y <= math.log10(y) < high_y
 
 
 def test_the_first_control_changes_the_sentence_and_quickly():
     panel = widgets.roofline_panel()
     times = []
-    for step in range(1, 6):
+    for prompt in (1500, 2000, 2300, 3000, 4000):
         before, start = panel.text, time.process_time()
-        assert panel.set(prompt=1000 + 100 * step) != before
+        assert panel.set(prompt=prompt) != before
         times.append(time.process_time() - start)  # of this process alone: others may be busy
     assert min(times) < 0.1  # the course's limit for a repaint
 
