@@ -30,6 +30,10 @@ QUERY = "#009E73"  # green, label Q
 MASKED = "#BBBBBB"  # masked, not visible: hatched
 WRONG = "#D55E00"  # wasted, evicted, wrong: cross-hatched or x
 PUBLISHED = "#999999"  # somebody else's measurement: dashed, source in the hover text
+# What a pass moves and computes, in bars and areas of bytes or seconds, each with its label.
+WEIGHTS = "#56B4E9"  # sky blue
+CACHES = KEY  # keys and values together: hatched
+ARITHMETIC = "#CC79A7"  # purple
 
 INK = "#010203"  # the theme's text color, see above; no picture needs this almost-black for itself
 PAPER = "#fdfcfb"  # the theme's page color
