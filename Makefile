@@ -49,7 +49,7 @@ install-test:
 # One line after the other, so that -j changes nothing and the cheapest failure comes first.
 test: install-test
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -q tests --ignore=tests/browser
+	$(BIN)/python -m pytest -q -rs tests --ignore=tests/browser
 	$(BIN)/python -m pytest -q --nbval chapters
 	$(BIN)/python -m pytest -q -rs tests/browser
 
