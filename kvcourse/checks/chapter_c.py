@@ -140,6 +140,12 @@ def _other_timing_mistake(got, repeats, log, acts):
             return f"{got:.6g} looks like {line}: give seconds"
     if EACH - TOLERANCE <= got / repeats <= EACH + LAUNCH / repeats + TOLERANCE:
         return f"{got:.6g} s are all {repeats} calls together: divide by repeats"
+    timed = _launches_between_readings(acts)
+    if 0 < timed != repeats:
+        return (
+            f"between your readings stand {timed} launches, not {repeats}: launch once before the first "
+            "reading, then time `repeats` more"
+        )
     if acts.count("launch") == repeats:
         return (
             "the first call on a device is slower (it loads the kernel), and it is within your time: launch "
@@ -150,6 +156,12 @@ def _other_timing_mistake(got, repeats, log, acts):
     return (
         f"{got * 1e6:,.1f} µs a call; the device needs {EACH * 1e6:.0f} µs for each, after a slower first one"
     )
+
+
+def _launches_between_readings(acts):
+    """Launches after the first reading, by clock or event, and before the last one."""
+    readings = [k for k, act in enumerate(acts) if act in ("clock", "record")]
+    return acts[readings[0] : readings[-1]].count("launch")
 
 
 # --- FLOP per byte -----------------------------------------------------------------------
@@ -212,3 +224,13 @@ def _wrong_intensities(rows, n_in, n_out, size):
         "multiply the numbers by bytes_per_number, do not divide by it",
     )
     yield 2 * rows * n_in * n_out, "these are the FLOPs: divide by the bytes"
+    yield (
+        _intensity(*given, x=1 / rows, y=1 / rows),
+        "x and the result are counted with one row only: rows × n_in and rows × n_out numbers",
+    )
+    for n in (n_in, n_out):
+        yield (
+            _intensity(*given, flops=2 - 1 / n),
+            f"{2 * n - 1:,} FLOPs for each number of the result? A sum of n products has n − 1 additions, "
+            "but the usual count is one for each multiplication: 2 · rows · n_in · n_out",
+        )

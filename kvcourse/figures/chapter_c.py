@@ -20,8 +20,8 @@ KIB, MIB = 2**10, 2**20
 # NVIDIA, "Hopper Tuning Guide": 65,536 registers of 32 bits and 256 KB of L1 and shared memory for each
 # multiprocessor, 50 MB of L2. An H100 SXM has 132 multiprocessors.
 H100_MULTIPROCESSORS = 132
-H100_REGISTERS = H100_MULTIPROCESSORS * 65_536 * 4
-H100_SHARED = H100_MULTIPROCESSORS * 256 * KIB
+H100_REGISTERS = 65_536 * 4  # bytes, of each multiprocessor
+H100_SHARED = 256 * KIB
 H100_L2 = 50 * 10**6
 # PCI Express 5.0 with 16 lanes, one direction: 32 GT/s, 128 of 130 bits are data.
 PCIE5_BANDWIDTH = 16 * 32e9 / 8 * 128 / 130
@@ -146,14 +146,15 @@ def levels_text(sizes, speeds, why=""):
 
 
 def h100_levels():
-    """Rows (level, who can use it, bytes, bytes/s or None), from the arithmetic units outward."""
+    """Rows (level, from where it can be reached, size as text, bytes/s or None), from the units outward."""
     h100 = sizing.devices()["h100-sxm"]
+    each = f"{H100_MULTIPROCESSORS} × "
     return [
-        ("registers", "one thread", H100_REGISTERS, None),
-        ("L1 and shared memory", "one group of threads", H100_SHARED, None),
-        ("L2 cache", "the whole GPU", H100_L2, None),
-        ("device memory", "the whole GPU", h100.memory_bytes, h100.bandwidth),
-        ("host memory", "over the bus, PCIe 5", None, PCIE5_BANDWIDTH),
+        ("registers", "one thread, its own", f"{each}{H100_REGISTERS / 1e3:.0f} kB", None),
+        ("L1 and shared memory", "a group of threads", f"{each}{H100_SHARED / 1e3:.0f} kB", None),
+        ("L2 cache", "the whole GPU", f"{H100_L2 / 1e6:.0f} MB", None),
+        ("device memory", "the whole GPU", f"{h100.memory_bytes / 1e9:.1f} GB", h100.bandwidth),
+        ("host memory", "over the bus, PCIe 5", "", PCIE5_BANDWIDTH),
     ]
 
 
@@ -197,16 +198,19 @@ def bytes_per_number(device):
     return 4 if device.flops_32bit and not device.flops_16bit else 2
 
 
-def this_computer(bandwidth, flops):
-    """A `Device` from measured bytes/s and float32 FLOP/s, rounded to two digits: more would be noise."""
+def this_computer(bandwidth, flops, disturbed=False):
+    """A `Device` from measured bytes/s and float32 FLOP/s, rounded to three digits: more would be noise.
+
+    disturbed  whether either was measured in a disturbed run; the name then says so
+    """
     return sizing.Device(
         key="here",
-        name="this computer, measured above",
+        name="this computer, measured above" + ", disturbed" * disturbed,
         memory_bytes=None,
-        bandwidth=float(f"{bandwidth:.1e}"),
+        bandwidth=float(f"{bandwidth:.2e}"),
         flops_16bit=None,
         flops_fp8=None,
-        flops_32bit=float(f"{flops:.1e}"),
+        flops_32bit=float(f"{flops:.2e}"),
         source="measured on this page",
     )
 
@@ -231,7 +235,7 @@ def ridge_table():
         needed = "".join(f"{'never' if n is None else f'{n:,}':>13}" for n in rows)
         lines.append(f"{f'{name}, {8 * bytes_per_number(device)} bits':<36}{rates}{needed}")
     most = "".join(f"{most_intensity(*shape, 2):>13,.0f}" for shape in shapes.values())
-    return "\n".join([*lines, f"{'FLOP per byte at 16 bits, any number of rows: below':<59}{most}"])
+    return "\n".join([*lines, f"{'FLOP per byte with ever more rows (16 bits): below':<59}{most}"])
 
 
 def rows_table(found, n_in, n_out):
@@ -253,7 +257,10 @@ def rows_figure(found):
     rows = list(found)
     figure = look.new_figure("rows", "time, one row = 1", log_x=True, log_y=True)
     one = found[rows[0]].min
-    for name, y, dash in (("as many rows, as much time", rows, "dashdot"), ("more rows for free", 1, "dot")):
+    for name, y, dash in (
+        ("twice the rows, twice the time", rows, "dashdot"),
+        ("more rows for free", 1, "dot"),
+    ):
         figure.add_trace(
             go.Scatter(
                 x=rows,
@@ -295,7 +302,7 @@ def matrices():
 
 
 def bound(rows, matrix, device, launch):
-    """What one product costs at least, and which of three limits decides.
+    """What one of many products costs, and which of three limits decides.
 
     matrix  (n_in, n_out);  device  a `kv.sizing.Device`;  launch  seconds of one launch.
     `parts` are seconds of "launch", "memory" and "arithmetic" (None where no peak is published), each
@@ -333,7 +340,7 @@ _LINES = {  # part: label, color, dash
 
 def bound_figure(data):
     """The three limits over the rows, and the largest of them at the chosen number of rows."""
-    figure = look.new_figure("rows", "time at least", log_x=True, log_y=True)
+    figure = look.new_figure("rows", "time", log_x=True, log_y=True)
     highest = [
         max(line[k] for line in data["lines"].values() if line[k] is not None) for k in range(len(ROWS))
     ]
@@ -368,7 +375,7 @@ def bound_figure(data):
             name="chosen",
             mode="markers",
             marker={"color": look.INK, "size": 12, "symbol": "circle"},
-            hovertemplate="%{x:,} rows: %{y} µs at least<extra></extra>",
+            hovertemplate=f"%{{x:,}} rows: {_hedged('%{y} µs', data)}<extra></extra>",
         )
     )
     figure.update_xaxes(tickvals=ROWS, ticktext=[f"{n:,}" for n in ROWS], range=[-0.1, 3.11])
@@ -379,6 +386,11 @@ def bound_figure(data):
     return figure.update_yaxes(range=[-1, top], tickvals=ticks, ticktext=labels)
 
 
+def _hedged(text, data):
+    """A bound for a published device; an estimate for this computer, whose bytes may come from a cache."""
+    return f"about {text}" if data["device"].key == "here" else f"{text} at least"
+
+
 def _us(seconds):
     return [float(f"{value * 1e6:.4g}") for value in seconds]
 
@@ -387,7 +399,9 @@ def bound_text(data):
     """Bytes, FLOPs, intensity against the ridge point, the three times, and the one that decides."""
     done, device, parts = data["product"], data["device"], data["parts"]
     rows = f"{data['rows']:,} row{'s' * (data['rows'] > 1)}"
-    ridge = "ridge point not published" if device.ridge is None else f"ridge point {device.ridge:.0f}"
+    ridge = "ridge point not published"
+    if device.ridge is not None:
+        ridge = f"ridge point {device.ridge:.{0 if device.ridge >= 10 else 1}f}"
     unknown = "arithmetic unknown"
     arithmetic = unknown if parts["arithmetic"] is None else f"arithmetic {_short(parts['arithmetic'])}"
     return (
@@ -395,7 +409,7 @@ def bound_text(data):
         f"{done.bytes / 1e6:.1f} MB, {done.flops / 1e9:.3g} GFLOP, {done.intensity:.2f} FLOP per byte "
         f"({ridge}). Launch {_short(parts['launch'])}, memory {_short(parts['memory'])}, {arithmetic}: "
         f"{data['bound']} decides{', as far as is known' * (parts['arithmetic'] is None)}, "
-        f"{_short(data['total'])} at least"
+        f"{_hedged(_short(data['total']), data)}"
         + f", {_short(data['total'] / data['rows'])} a row" * (data["rows"] > 1)
         + "."
     )

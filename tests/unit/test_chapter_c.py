@@ -66,16 +66,31 @@ def test_events_lie_between_the_work_around_them(new_stream):
     assert third.seconds_since(second) >= 0
 
 
-def test_an_error_comes_at_synchronize_once_and_drops_what_follows(new_stream):
-    stream, done = new_stream(), []
+def fail(stream, done):
     for work in (lambda: done.append("before"), lambda: 1 / 0, lambda: done.append("after")):
         stream.launch(work)
     stream.record().synchronize()  # an event passes all the same
+
+
+def test_an_error_drops_what_follows_and_nobody_waits_for_ever(new_stream):
+    stream, done = new_stream(), []
+    fail(stream, done)
+    assert done == ["before"]
+
+
+def test_the_packages_stream_raises_it_at_synchronize_once():
+    """The page's keeps it: where it is raised is a prediction that its code must not give away."""
+    stream, done = streams.Stream(), []
+    fail(stream, done)
     with pytest.raises(ZeroDivisionError):
         stream.synchronize()
     stream.launch(done.append, "again")
     stream.synchronize()
     assert done == ["before", "again"]
+    stream = tagged_code(NOTEBOOK, "plain-stream")["Stream"]()
+    fail(stream, [])
+    stream.synchronize()
+    assert isinstance(stream.error, ZeroDivisionError)
 
 
 # --- two clocks ----------------------------------------------------------------------------
@@ -110,9 +125,10 @@ def test_timeline_sentence_and_waits():
 
 def test_h100_levels_by_hand():
     levels = {name: (room, rate) for name, _, room, rate in figures.h100_levels()}
-    assert levels["registers"] == (132 * 256 * 1024, None)  # 65,536 registers of 4 bytes are 256 KiB
-    assert levels["L1 and shared memory"] == (132 * 256 * 1024, None)
-    assert levels["device memory"] == (81_559 * 2**20, 3.35e12)
+    assert levels["registers"] == ("132 × 262 kB", None)  # 65,536 registers of 4 bytes are 262,144 bytes
+    assert levels["L1 and shared memory"] == ("132 × 262 kB", None)  # 256 KiB
+    assert levels["L2 cache"] == ("50 MB", None)
+    assert levels["device memory"] == ("85.5 GB", 3.35e12)  # 81,559 MiB = 85,520,809,984 bytes
     # 32 GT/s on 16 lanes, 8 bits a byte, 128 of 130 bits: 63.0 GB/s.
     assert levels["host memory"][1] == pytest.approx(63.0e9, rel=1e-3)
 
@@ -162,8 +178,10 @@ def test_a_device_without_a_peak_has_no_ridge():
 
 
 def test_this_computer_counts_in_float32():
-    here = figures.this_computer(29.4e9, 151.7e9)
-    assert (here.bandwidth, here.peak(), figures.bytes_per_number(here)) == (29e9, 150e9, 4)
+    here = figures.this_computer(29.44e9, 151.7e9)
+    assert (here.bandwidth, here.peak(), figures.bytes_per_number(here)) == (29.4e9, 152e9, 4)
+    assert here.name == "this computer, measured above"
+    assert figures.this_computer(29.44e9, 151.7e9, True).name.endswith("above, disturbed")
     assert figures.bytes_per_number(DEVICES["h100-sxm"]) == figures.bytes_per_number(DEVICES["apple-m4"]) == 2
 
 
@@ -215,6 +233,29 @@ def test_the_h200_gains_by_bandwidth_with_one_row_and_nothing_with_512():
     assert total(512, "h100-sxm") == total(512, "h200")
 
 
+def test_this_computer_is_estimated_and_its_ridge_has_a_decimal():
+    here = figures.this_computer(28.5e9, 117e9)
+    text = figures.bound_text(figures.bound(1, AUSTEN, here, 1e-6))
+    # 4 · (256 · 1,024 + 256 + 1,024) B = 1.054 MB, over 28.5 GB/s 36.97 µs; 117 / 28.5 = 4.105
+    assert "(ridge point 4.1)" in text and text.endswith("memory decides, about 37.0 µs.")
+
+
+def test_what_the_page_says_of_the_panels_devices():
+    """Rows at which another limit decides, found by going through all of them."""
+
+    def first(key, shape, limit, launch=5e-6):
+        return next(
+            n for n in range(1, 1025) if figures.bound(n, shape, DEVICES[key], launch)["bound"] == limit
+        )
+
+    assert [first(key, LLAMA, "arithmetic") for key in ("h100-sxm", "h200")] == [326, 221]
+    assert first("rtx-3060-laptop", GPT2, "arithmetic") == 90
+    assert {figures.bound(n, GPT2, DEVICES["h100-sxm"], 5e-6)["bound"] for n in figures.ROWS} == {"launch"}
+    assert figures.bound(1024, GPT2, DEVICES["h100-sxm"], 4e-6)["bound"] == "arithmetic"
+    # A ridge point of 4.1 in float32: 9 rows.
+    assert figures.rows_to_ridge(figures.this_computer(10e9, 41e9), *GPT2) == 9
+
+
 def test_matrices_are_the_catalogues():
     assert list(figures.matrices().values()) == [AUSTEN, GPT2, LLAMA]
     c = kv.load_model("austen-gpt2").config
@@ -258,6 +299,19 @@ def test_the_panel_uses_the_measured_call_here_and_a_launch_elsewhere():
 # --- no printed digit hangs on a rounding ----------------------------------------------------------
 
 
+def page_panel_times():
+    """Seconds of memory and arithmetic at the settings that the page prints."""
+    for key, shape, choices in (
+        ("h100-sxm", LLAMA, (1, 256, 512)),
+        ("h200", LLAMA, (1, 256, 512)),
+        ("h100-sxm", GPT2, (1, 1024)),
+        ("rtx-3060-laptop", GPT2, (1, 64, 128)),
+    ):
+        for rows in choices:
+            parts = figures.bound(rows, shape, DEVICES[key], figures.LAUNCH_SECONDS)["parts"]
+            yield from (parts["memory"], parts["arithmetic"])
+
+
 def test_printed_roundings_have_a_margin():
     """Digits of the page's compared lines, against float noise of 1e-12 and more."""
     h100 = DEVICES["h100-sxm"]
@@ -271,6 +325,7 @@ def test_printed_roundings_have_a_margin():
         (h100.bandwidth / figures.PCIE5_BANDWIDTH, 0),
         *((100 * length * 200 / figures.timeline([length] * 200, 5)[-1][2], 0) for length in (2, 4, 6, 20)),
         *((device.ridge, 0) for device in DEVICES.values() if device.ridge),
+        *((1e6 * seconds, 2) for seconds in page_panel_times()),
     ]
     for value, digits in printed:
         assert abs((value * 10**digits) % 1 - 0.5) > 1e-6, value
@@ -289,14 +344,14 @@ def right_by_events(stream, work, repeats, clock):
     return last.seconds_since(first) / repeats
 
 
-def timed(before=True, idle=True, inside=False, after=True, scale=1.0):
+def timed(before=True, idle=True, inside=False, after=True, scale=1.0, more=0):
     def function(stream, work, repeats, clock):
         if before:
             stream.launch(work)
         if idle:
             stream.synchronize()
         start = clock()
-        for _ in range(repeats):
+        for _ in range(repeats + more):
             stream.launch(work)
             if inside:
                 stream.synchronize()
@@ -344,6 +399,8 @@ def both_readings_at_the_end(stream, work, repeats, clock):
         (timed(idle=False), "still busy with earlier work"),
         (timed(before=False, idle=False), "still busy with earlier work"),
         (timed(before=False), "the first call on a device is slower"),
+        (timed(more=-1), "between your readings stand 9 launches, not 10"),
+        (timed(more=1), "between your readings stand 11 launches, not 10"),
         (timed(inside=True), "you wait after every launch"),
         (events_with_a_wait_each, "you wait after every launch"),
         (timed(scale=1e3), "looks like milliseconds"),
@@ -392,6 +449,9 @@ def test_the_pretended_stream_behaves_as_the_real_one():
         (lambda r, n, m, b: 2 * r * n * m / (r * n + n * m + r * m), "this is FLOPs per number"),
         (lambda r, n, m, b: 2 * r * n * m * b / (r * n + n * m + r * m), "do not divide by it"),
         (lambda r, n, m, b: 2 * r * n * m, "these are the FLOPs"),
+        (lambda r, n, m, b: 2 * r * n * m / ((n + n * m + m) * b), "counted with one row only"),
+        (lambda r, n, m, b: r * m * (2 * n - 1) / ((r * n + n * m + r * m) * b), "1,535 FLOPs for each"),
+        (lambda r, n, m, b: r * n * (2 * m - 1) / ((r * n + n * m + r * m) * b), "has n − 1 additions"),
         (lambda r, n, m, b: 12.0, "Print the FLOPs and the bytes"),
         (lambda r, n, m, b: "many", "not one number"),
     ],
@@ -412,9 +472,12 @@ def test_wrong_intensities_differ_from_the_right_one():
     for given in exercise.PRODUCTS:
         right = exercise._intensity(*given)
         close = [line for wrong, line in exercise._wrong_intensities(*given) if math.isclose(wrong, right)]
-        # One row counts the matrix once whichever way; the other two products tell.
-        assert close == (["the matrix is counted once for every row: one product reads it once, for all rows"]
-                         if given[0] == 1 else [])  # fmt: skip
+        # With one row "once" and "once for every row" are the same; the other two products tell.
+        assert [line.partition(":")[0] for line in close] == (
+            ["the matrix is counted once for every row", "x and the result are counted with one row only"]
+            if given[0] == 1
+            else []
+        )
 
 
 # --- break it --------------------------------------------------------------------------------------

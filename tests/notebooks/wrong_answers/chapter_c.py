@@ -48,6 +48,16 @@ def _not_divided(stream, work, repeats, clock):
     return clock() - start
 
 
+def _first_call_among_the_repeats(stream, work, repeats, clock):
+    stream.launch(work)
+    stream.synchronize()
+    start = clock()
+    for _ in range(repeats - 1):
+        stream.launch(work)
+    stream.synchronize()
+    return (clock() - start) / repeats
+
+
 def _by_the_cpu(stream, work, repeats, clock):
     start = clock()
     for _ in range(repeats):
@@ -67,6 +77,10 @@ def _matrix_per_row(rows, n_in, n_out, bytes_per_number):
     return 2 * n_in * n_out / ((n_in + n_in * n_out + n_out) * bytes_per_number)
 
 
+def _rows_moved_once(rows, n_in, n_out, bytes_per_number):
+    return 2 * rows * n_in * n_out / ((n_in + n_in * n_out + n_out) * bytes_per_number)
+
+
 WRONG = {
     "c.seconds_per_call": [
         (_queueing, "Synchronize before it"),
@@ -74,11 +88,13 @@ WRONG = {
         (_one_by_one, "you wait after every launch"),
         (_with_the_first_call, "the first call on a device is slower"),
         (_not_divided, "divide by repeats"),
+        (_first_call_among_the_repeats, "9 launches, not 10"),
         (_by_the_cpu, "you called work() yourself"),
     ],
     "c.arithmetic_intensity": [
         (_one_flop, "2 FLOPs, not 1"),
         (_matrix_only, "only the matrix is counted"),
         (_matrix_per_row, "once for every row"),
+        (_rows_moved_once, "counted with one row only"),
     ],
 }
