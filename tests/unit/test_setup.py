@@ -289,7 +289,8 @@ def test_make_with_a_space_in_the_path_of_the_interpreter(tmp_path):
 @needs_make
 def test_make_test_runs_the_cheapest_first_and_the_strict_command():
     steps = make("-n", "test").stdout
-    order = ["install.py", "ruff check .", "pytest -q -rs tests --ignore", "pytest -q --nbval chapters", "tests/browser"]
+    tests, notebooks = "pytest -q -rs tests --ignore", "pytest -q --nbval chapters"
+    order = ["install.py", "ruff check .", tests, notebooks, "tests/browser"]
     places = [steps.index(step) for step in order]
     assert places[:4] == sorted(places[:4]) and steps.rindex("tests/browser") > places[3]
 
