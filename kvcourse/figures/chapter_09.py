@@ -350,11 +350,12 @@ def straighter(residuals):
     return None if max(spread.values()) < 1.2 * min(spread.values()) else min(spread, key=spread.get)
 
 
-def latency_figure(rows, first, step):
+def latency_figure(rows, first, step, recorded):
     """Left: time to first token by the prompt. Right: time per token after it. Points and fitted lines.
 
     rows         {"tokens", "first", "step", "why"} in milliseconds
     first, step  (slope, intercept) of the two lines, in milliseconds
+    recorded     a RecordedRun of "numpy"; its steps are drawn, its passes did other work (all logits)
     """
     figure = look.new_figure("prompt (tokens)", "time to first token (ms)")
     note = ", disturbed" if disturbed(rows) else ""
@@ -369,7 +370,10 @@ def latency_figure(rows, first, step):
         line.update(mode="lines", line={"width": 1.5, "dash": "dot"})
         for trace in (points.update(mode="markers", marker={"size": 9, "symbol": "circle-open"}), line):
             figure.add_trace(trace.update(showlegend=key == "first", **axes))
-    tallest = max(row["step"] for row in rows)
+    theirs = recorded.results["lengths"], [round(1000 * s, 2) for s in recorded.results["seconds"]["cached"]]
+    line = look.published(*theirs, name="recorded run", source=recorded.label, unit="ms")
+    figure.add_trace(line.update(xaxis="x2", yaxis="y2"))
+    tallest = max(*theirs[1], *(row["step"] for row in rows))
     figure.update_layout(
         xaxis={"domain": [0, 0.43], "range": [0, 1050]},
         yaxis={"rangemode": "tozero"},

@@ -264,16 +264,20 @@ ROWS = [
 ]
 
 
+RUN = measure.RecordedRun(
+    "x", "numpy", "c", "2026-01-02", {"cpu": "C", "threads": 2}, {"p": "1"},
+    {
+        "lengths": [256, 512, 1000],
+        "seconds": {"uncached": [0.3, 0.5, 1.2], "cached": [0.02, 0.02, 0.022]},
+    },
+)  # fmt: skip
+
+
 def test_growths_are_this_machines_or_the_recorded_ones():
     found, source = figures.growths(ROWS, None)
     assert found == {"first": pytest.approx(2.1), "step": pytest.approx(1.1)} and source == "the run here"
-    seconds = {"uncached": [0.3, 0.5, 1.2], "cached": [0.02, 0.02, 0.022]}
-    results = {"lengths": [256, 512, 1000], "seconds": seconds}
-    run = measure.RecordedRun(
-        "x", "numpy", "c", "2026-01-02", {"cpu": "C", "threads": 2}, {"p": "1"}, results
-    )
     busy = [{**ROWS[0], "why": "busy"}, *ROWS[1:]]
-    found, source = figures.growths(busy, run)
+    found, source = figures.growths(busy, RUN)
     assert found == {"first": pytest.approx(2.4), "step": pytest.approx(1.1)}
     assert "recorded 2026-01-02: C, 2 threads" in source and "disturbed" in source
     assert figures.disturbed(busy) == "disturbed, do not quote (1 of 5 calls): at 250 tokens busy"
@@ -281,8 +285,10 @@ def test_growths_are_this_machines_or_the_recorded_ones():
 
 
 def test_the_figure_of_both_times():
-    figure = figures.latency_figure(ROWS, (1.2, 10), (0.005, 19))
-    points, line, step_points, step_line = figure.data
+    figure = figures.latency_figure(ROWS, (1.2, 10), (0.005, 19), RUN)
+    points, line, step_points, step_line, recorded = figure.data
+    assert list(recorded.y) == [20, 20, 22] and recorded.line.dash == "dash"
+    assert "recorded 2026-01-02: C" in recorded.hovertemplate
     assert list(points.x) == [250, 500, 500, 1000, 1000] and list(step_points.y) == [20, 22, 23, 25, 24.2]
     assert list(line.y) == [10, 1210] and list(step_line.y) == [19, 24]
     assert figures.latency_text(ROWS) == (
@@ -291,7 +297,7 @@ def test_the_figure_of_both_times():
     )
     busy = [{**row, "why": "busy"} for row in ROWS]
     assert figures.latency_text(busy).endswith("Disturbed, do not quote (5 of 5 calls): at 250 tokens busy.")
-    assert figures.latency_figure(busy, (1, 1), (1, 1)).data[0].name == "here, disturbed"
+    assert figures.latency_figure(busy, (1, 1), (1, 1), RUN).data[0].name == "here, disturbed"
 
 
 def test_residuals_are_drawn_in_order_and_compared():
