@@ -149,6 +149,8 @@ def _figure_mistake(claim, figure):
     want = figure_under(claim, "as it stands")
     if abs(figure - want) <= 0.6 * step:
         return None
+    if math.isclose(figure, round(want, c["digits"])):
+        return f"{short(figure)} has too few digits: give one more than the source prints"
     for reading in READINGS[1:]:
         value = figure_under(claim, reading)
         if value is not None and abs(figure - value) <= 0.6 * step:

@@ -12,7 +12,7 @@ from kvcourse.figures import template as look
 
 GB, GIB = 1000**3, 1024**3
 MOST_DRAWN = 128  # caches drawn one by one; more of them become one bar
-CACHE, PREFIX = "#56B4E9", "#CC79A7"  # keys and values together: neither the blue of K nor the orange of V
+WHITE = "#ffffff"  # hatching on the blue of caches, in either theme
 FORMATS = ("float32", "float16", "q8_0", "fp8", "q4_0")
 
 # kind of a model's cache → marker. The order is that of the legend.
@@ -105,11 +105,13 @@ def models_text(configs, seq_len=32768):
     """The sentence under it: the widest gap in each direction."""
     size = {config.name: sizing.kv_bytes(config, seq_len) / GIB for config in configs}
     weight = {config.name: sizing.weight_bytes(config) / GB for config in configs}
+    made_for = {config.name: config.max_seq_len for config in configs}
     largest, heaviest = max(size, key=size.get), max(weight, key=weight.get)
+    limit = f" (made for {made_for[largest]:,} tokens)" if made_for[largest] < seq_len else ""
     return (
-        f"The largest cache of {seq_len:,} tokens is that of {largest}, {size[largest]:.1f} GiB beside "
-        f"{weight[largest]:,.0f} GB of weights; {heaviest} has {weight[heaviest]:,.0f} GB of weights and "
-        f"a cache of {size[heaviest]:.1f} GiB."
+        f"The largest cache of {seq_len:,} tokens is that of {largest}{limit}, {size[largest]:.1f} GiB "
+        f"beside {weight[largest]:,.0f} GB of weights; {heaviest} has {weight[heaviest]:,.0f} GB of weights "
+        f"and a cache of {size[heaviest]:.1f} GiB."
     )
 
 
@@ -120,45 +122,40 @@ def planner(plan):
     """The parts of a plan's memory in bytes, in the order in which the bar stacks them.
 
     placed   users whose caches fit
-    no_room  what does not fit: whole caches, and weights and kept memory beyond the card's end
+    caches   their bytes, beside the shared prefix
+    no_room  bytes of the other users' caches
     """
     placed = min(plan.users, plan.requests_that_fit)
-    weights = min(plan.weight_bytes, plan.memory_bytes)
-    kept = min(plan.kept_bytes, plan.memory_bytes - weights)
-    shared = plan.shared_bytes if plan.free_bytes >= plan.shared_bytes else 0
-    inside = weights + kept + shared + placed * plan.own_bytes
     return {
         "plan": plan,
         "placed": placed,
-        "weights": weights,
-        "kept": kept,
-        "shared": shared,
+        "weights": plan.weight_bytes,
+        "kept": plan.kept_bytes,
+        "shared": plan.shared_bytes,
         "caches": placed * plan.own_bytes,
-        "no_room": plan.total_bytes - inside,
+        "no_room": (plan.users - placed) * plan.own_bytes,
         "changes": plan.changes(),
     }
 
 
 def planner_figure(data):
-    """One stacked bar of memory, in GB, and the end of the card as a line."""
+    """One stacked bar of what a plan takes, in GB, and the end of the card as a line."""
     figure = look.new_figure("memory (GB)", "", height=230, grid=False)
     plan, placed = data["plan"], data["placed"]
-    caches = f"{placed:,} cache{'s' * (placed != 1)}"
     parts = (
-        ("weights", "weights", look.INK, ""),
-        ("kept", "kept free", look.MASKED, look.HATCH),
-        ("shared", "shared prefix", PREFIX, ""),
-        ("caches", caches, CACHE, ""),
-        ("no_room", "no room for", look.WRONG, look.CROSS_HATCH),
+        ("weights", "weights:", look.WEIGHTS, "", look.INK),
+        ("kept", "kept free:", look.MASKED, look.HATCH, look.INK),
+        ("shared", "shared prefix:", look.CACHES, "", look.INK),
+        ("caches", f"{_caches(placed)}:", look.CACHES, look.HATCH, WHITE),
+        ("no_room", f"{_caches(plan.users - placed)}, no room:", look.WRONG, look.CROSS_HATCH, look.INK),
     )
     start = 0
-    for key, name, color, pattern in parts:
+    for key, name, color, pattern, lines in parts:
         one_by_one = key == "caches" and 0 < placed <= MOST_DRAWN
         sizes = [plan.own_bytes] * placed if one_by_one else [data[key]]
-        whole = {"weights": plan.weight_bytes, "kept": plan.kept_bytes}.get(key, data[key])
-        bar = _bar(sizes, start, f"{name} {_gb(whole)}", color, pattern)
-        # Gray through which the theme shows: the weights are there before any request.
-        figure.add_trace(bar.update(opacity=0.35 if key == "weights" else 1, showlegend=data[key] > 0))
+        bar = _bar(sizes, start, f"{name} {_gb(data[key])}", color, pattern, lines)
+        opacity = look.CACHED_OPACITY if key == "shared" else 1
+        figure.add_trace(bar.update(opacity=opacity, showlegend=data[key] > 0))
         start += data[key]
     card = plan.memory_bytes / GB
     end = max(card * 1.05, start / GB * 1.02)
@@ -176,8 +173,12 @@ def planner_figure(data):
     return figure.update_yaxes(showticklabels=False, ticks="", range=[-1.1, 0.6], showline=False)
 
 
-def _bar(sizes, start, name, color, pattern):
-    """Segments side by side from `start`, in bytes; several are outlined in the page's color."""
+def _caches(count):
+    return f"{count:,} cache{'s' * (count != 1)}"
+
+
+def _bar(sizes, start, name, color, pattern, lines):
+    """Segments side by side from `start`, in bytes, hatched in the color `lines`; several are outlined."""
     return go.Bar(
         x=[round(size / GB, 6) for size in sizes],
         y=[0] * len(sizes),
@@ -188,7 +189,7 @@ def _bar(sizes, start, name, color, pattern):
         marker={
             "color": color,
             "line": {"color": look.PAPER, "width": 1 if len(sizes) > 1 else 0},
-            "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": look.INK},
+            "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": lines},
         },
         hovertemplate=name + "<extra></extra>",
     )

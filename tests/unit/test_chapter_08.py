@@ -96,6 +96,12 @@ def test_sums_of_the_page_by_hand(printed):
     assert (
         240_000 * token_7b == 125_829_120_000 and "cache 125.8 GB" in printed and "cache  31.5 GB" in printed
     )
+    prompt_once = 240_000 - 39 * 500
+    in_q8_0, left = token_7b * 34 / 64, 81_559 * 1024**2 - 20 * GB
+    assert prompt_once * in_q8_0 < left < 240_000 * in_q8_0
+    assert f"{prompt_once * in_q8_0 / GB:.1f}" == "61.4" and "for 32: 61.4 GB" in printed
+    assert f"{prompt_once * token_7b / 2 / GB:.1f}" == "57.8" and "a number: 57.8 GB" in printed
+    assert "its layers without a window: 10 of 62" in printed
     assert "34,359,738,368 B = 32 GiB" in printed
     assert 32 * 8000 * 131_072 == 31.25 * GIB and "= 31.25 GiB" in printed
 
@@ -110,6 +116,8 @@ def test_roundings_of_the_page_have_a_margin():
         (31_457_280_000 / GB, 1),
         (66_846_720_000 / GB, 1),
         (62_914_560_000 / GB, 1),
+        (61_415_424_000 / GB, 1),
+        (57_802_752_000 / GB, 1),
         (13_476_831_232 / (524_288 * 4096), 1),
     ):
         scaled = value * 10**digits
@@ -162,9 +170,10 @@ def test_the_still_of_models():
     assert [t.name for t in drawn.data] == list(figures.KINDS)
     assert len({t.marker.symbol for t in drawn.data}) == 4
     assert figures.models_text(chosen) == (
-        "The largest cache of 32,768 tokens is that of llama-2-13b, 25.0 GiB beside 26 GB of weights; "
-        "llama-3.1-405b has 812 GB of weights and a cache of 15.8 GiB."
+        "The largest cache of 32,768 tokens is that of llama-2-13b (made for 4,096 tokens), 25.0 GiB beside "
+        "26 GB of weights; llama-3.1-405b has 812 GB of weights and a cache of 15.8 GiB."
     )
+    assert "that of llama-3.1-405b, 15.8 GiB" in figures.models_text(chosen[2:])
 
 
 # --- the planner ------------------------------------------------------------------------------
@@ -184,7 +193,7 @@ def test_the_bar_of_a_plan_that_fits():
     plan = Plan(memory="80 GB", weights="16 GB", keep_free="4 GB", context=8192, users=32)
     data = figures.planner(plan)
     drawn = figures.planner_figure(data)
-    assert names_of(drawn) == ["weights 16.00 GB", "kept free 4.00 GB", "32 caches 34.36 GB"]
+    assert names_of(drawn) == ["weights: 16.00 GB", "kept free: 4.00 GB", "32 caches: 34.36 GB"]
     assert ends(drawn) == [(0, 16), (16, 20), (20, 54.3597)]
     assert len(drawn.data[3].x) == 32 and data["no_room"] == 0 and data["changes"] == {}
     assert drawn.layout.shapes[0].x0 == 80
@@ -203,7 +212,11 @@ def test_the_bar_of_a_plan_that_does_not_fit():
     data = figures.planner(plan.replace(users=120))
     drawn = figures.planner_figure(data)
     assert data["placed"] == 91 and data["no_room"] == 29 * 5000 * 131_072
-    assert names_of(drawn)[2:] == ["shared prefix 0.13 GB", "91 caches 59.64 GB", "no room for 19.01 GB"]
+    assert names_of(drawn)[2:] == [
+        "shared prefix: 0.13 GB",
+        "91 caches: 59.64 GB",
+        "29 caches, no room: 19.01 GB",
+    ]
     wrong = drawn.data[-1]
     assert wrong.marker.color == look.WRONG and wrong.marker.pattern.shape == look.CROSS_HATCH
     parts = ends(drawn)
@@ -217,8 +230,11 @@ def test_the_bar_of_a_plan_that_does_not_fit():
 def test_weights_that_exceed_the_card():
     data = figures.planner(Plan("llama-2-70b", memory="l4", users=1))
     drawn = figures.planner_figure(data)
-    assert names_of(drawn)[0] == "weights 137.95 GB" and ends(drawn)[0] == (0, 24.1529)
-    assert data["weights"] == data["plan"].memory_bytes and data["no_room"] > 113 * GB
+    # 68,976,648,192 numbers of 2 bytes, and 2,300 tokens of 327,680 bytes
+    assert names_of(drawn) == ["weights: 137.95 GB", "kept free: 4.00 GB", "1 cache, no room: 0.75 GB"]
+    for drawn_to, gb in zip(ends(drawn), [137.953296, 141.953296, 142.706960], strict=True):
+        assert drawn_to[1] == pytest.approx(gb, abs=1e-4)
+    assert drawn.layout.shapes[0].x0 == pytest.approx(24.1529, abs=1e-4)
     text = figures.planner_text(data)
     assert "exceed the card by 117.80 GB: no request fits." in text and "another card: h200" in text
     alone = figures.planner_text(figures.planner(Plan("llama-3.1-405b", memory="l4")))

@@ -66,6 +66,9 @@ WRONG = {
         (_audits(C=(0.157, "right")), "the reading 'right' (str) is none of"),
         (_audits(A=39.06), "A: give a pair"),
         (lambda: {"A": (39.06, "1K is 1,024")}, "return a dict with the keys A, B and C"),
+        (_audits(A=(39, "1K is 1,024")), "A: 39 has too few digits: give one more than the source"),
+        (_audits(B=(4.5, "1,000 MiB to the GiB")), "B: 4.5 has too few digits"),
+        (_audits(C=(0.16, "as it stands")), "C: 0.16 has too few digits"),
         (_audits(A=(8.0, "1K is 1,024")), "A: expected another figure than 8.0 GiB"),
     ],
 }
