@@ -205,6 +205,7 @@ def test_printed_answers_by_hand():
         "Answer: 3, 8, 4.",
         "Answer: 3.87 MB.",
         "Answer: 14 sequences.",
+        "Answer: 4 columns.",  # the prompt's 3 and its own
         "Answer: 83.3 %.",
         "Answer: 80.9 %.",
         "Answer: 3.00 times.",
@@ -222,6 +223,7 @@ def test_the_paragraphs_of_round_4(tokenizer):
     sizes = [len(tokenizer.encode(text)) for text in novel.split("\n\n") if text.strip()][:32]
     asked, answers = sizes[0::2], sizes[1::2]
     assert (max(asked), sum(asked), max(answers), sum(answers)) == (449, 1203, 147, 628)
+    assert "prompts, together 1,203, longest 449:" in printed()
     assert 1 - 1203 / (16 * 449) == pytest.approx(0.8325, abs=1e-4)
     assert 1 - (1203 + 612) / (16 * (449 + 146)) == pytest.approx(0.8093, abs=1e-4)
     assert "9,520    81%" in printed()
@@ -269,7 +271,20 @@ def test_the_table_of_the_sweep():
     assert len(lines) == 4 and "÷ 49 GB/s" in lines[1]
     assert lines[3].split() == "32 1,705 MB 34.5 ms 30.0 40.0 70.0 80.0 2.3 12.5 400".split()
     busy = figures.sweep_table(*figures.sweep_rows(timed("busy"))).split("\n")
+    assert figures.disturbed(rows) == ""
     assert busy[3].endswith("disturbed") and busy[4] == "disturbed at 32, do not quote: busy"
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_no_step_lies_below_its_floor(batch):
+    """The products of batch 1 met a slow moment, a step did not."""
+    slow = timed()
+    slow[1]["weights"] = measure.Timing((1.0,), "")
+    slow[batch]["step"] = measure.Timing((0.001,), "")
+    rows, _ = figures.sweep_rows(slow)
+    found = {row["batch"]: row for row in rows}
+    assert found[batch]["floor"] == pytest.approx(1.0)  # ms, the fastest reading is its own
+    assert all(row["floor"] <= row["step"] * (1 + 1e-9) for row in rows)
 
 
 def test_the_figure_of_the_sweep_shows_both_machines():
@@ -282,6 +297,9 @@ def test_the_figure_of_the_sweep_shows_both_machines():
     text = figures.sweep_text(rows)
     assert "32 sequences take 4.0 times as long as one and give 8.0 times the tokens" in text
     assert "2.1 times as long for 15.2 times the tokens, its 256 14.2 times for 17.8" in text
+    assert text.endswith("17.8.")
+    busy, _ = figures.sweep_rows(timed("busy"))
+    assert figures.sweep_text(busy).endswith("17.8. Disturbed, do not quote (1 of 2 sizes): at 32 busy.")
 
 
 # --- stills and panel -------------------------------------------------------------------------
@@ -294,7 +312,7 @@ def test_the_stills():
         (x, y) for y in (2, 3, 4) for x in range(2, y + 1)
     }
     assert {(round(x), y) for x, y in never} == {(x, y) for y in (2, 3, 4) for x in (0, 1)}
-    assert "9 pairs are computed. As one text, 5 rows would have 15, and 25" in figures.mask_text([2, 3])
+    assert "9 pairs are seen. As one text, 5 rows would have 15, and 25" in figures.mask_text([2, 3])
     drawn = figures.rectangle_figure(["a", "b"], [1, 3], new=1)
     assert [list(bars.text) for bars in drawn.data] == [["0", "0", "1", "2"], ["1", "3"], ["", ""]]
     assert figures.rectangle_text([1, 3]).startswith("6 cells in prefill, 2 of them padding. Column 3")

@@ -66,7 +66,6 @@ def _two_arrays(real):
 WRONG = {
     "10.batch_inputs": [
         (_shared, "Positions not shifted"),
-        (_inputs(positions=_columns), "Positions not shifted"),
         (_inputs(positions=lambda real: np.cumsum(real, axis=1)), "take 1 away"),
         (_inputs(positions=lambda real: np.cumsum(real, axis=1) - 1), "negative"),
         (_inputs(positions=lambda real: np.cumsum(real, axis=1)[:, ::-1] - 1), "expected 0"),
