@@ -106,7 +106,7 @@ def _wrong_bytes(answers):
     name, _, _, number = CASES[0]
     if abs(answers[0][0] - BOOK_STEP_BYTES / _row(config.lookup(name), number)) <= 1:
         return (
-            "that is where the 7 ms of a measured step double. They hold a fixed part that moves no bytes: "
+            "that is where the 7 ms of the book's step double. They hold a fixed part that moves no bytes: "
             "divide the bytes of the weights, not a time"
         )
     return None

@@ -48,7 +48,7 @@ PROMPTS = [*range(100, 1001, 100), 1500, 2000, 2300, 3000, 4000, 8000, 16_000, 3
 CACHED = [*range(0, 1001, 100), 1500, 1600, 1700, 1800, 1900, 3000, 4000, 8000, 16_000, 32_000, 64_000]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
-WEIGHTS_COLOR, COMPUTE_COLOR = "#56B4E9", "#CC79A7"  # caches are keys and values: KEY, at cached strength
+WEIGHTS_COLOR, COMPUTE_COLOR = look.WEIGHTS, look.ARITHMETIC  # the names under which chapter 11 takes them
 # How far the axes reach, in powers of ten: every pass of the panel lies within.
 _FLOP_PER_BYTE, _TFLOPS = (-0.4, 5.6), (-1.2, 3.6)
 
@@ -186,8 +186,8 @@ def _dot(kind, one):
         marker={
             "symbol": SYMBOLS[kind],
             "size": 13,
-            "color": COMPUTE_COLOR if kind in (COLD, WARM) else WEIGHTS_COLOR,
-            "line": {"color": COMPUTE_COLOR if kind == COLD else look.INK, "width": 2},
+            "color": look.ARITHMETIC if kind in (COLD, WARM) else look.WEIGHTS,
+            "line": {"color": look.ARITHMETIC if kind == COLD else look.INK, "width": 2},
         },
         hovertemplate="%{text}<extra></extra>",
         text=[f"{p['name']}: {p['intensity']:,.2f} FLOP per byte, {p['bound']} bound" for p in at],
@@ -196,13 +196,13 @@ def _dot(kind, one):
 
 
 def _book_dots(data):
-    """The book's two measured passes, where the panel stands on its model and card: under the roof."""
+    """The book's two passes, where the panel stands on its model and card: under the roof."""
     shown = (data["model"], data["device"]) == ("Llama 3.1 8B", "H100")
     points = book_points() if shown else []
     trace = look.published(
         [round(x, 4) for x, _, _ in points],
         [_tera(y) for _, y, _ in points],
-        name="book, measured",
+        name="book’s times",
         source=BOOK,
     )
     hover = "book, %{text}: %{y:,} TFLOP/s at %{x:,} FLOP per byte<br>source: " + BOOK + "<extra></extra>"
@@ -227,9 +227,9 @@ def book_points():
 def _split(rows):
     """Bars: moving weights and caches above, arithmetic below, in percent of the longer of the two."""
     for key, name, color, shape, place, starts in (
-        ("weights", "reading weights", WEIGHTS_COLOR, "", -0.18, None),
-        ("caches", "reading and writing caches", look.KEY, look.HATCH, -0.18, "weights"),
-        ("compute", "arithmetic", COMPUTE_COLOR, ".", 0.18, None),
+        ("weights", "reading weights", look.WEIGHTS, "", -0.18, None),
+        ("caches", "reading and writing caches", look.CACHES, look.HATCH, -0.18, "weights"),
+        ("compute", "arithmetic", look.ARITHMETIC, ".", 0.18, None),
     ):
         yield go.Bar(
             x=[_percent(one[key], one) for one in rows],
@@ -258,8 +258,7 @@ def _split(rows):
 
 
 def _row_label(one):
-    name = one["name"].replace(", ", ",<br>")
-    return f"{name}<br>{seconds(one['total'])} "
+    return f"{one['kind']}<br>{seconds(one['total'])} "
 
 
 def _percent(part, one):
@@ -341,7 +340,10 @@ def growths(rows, recorded):
     at, seconds_of = recorded.results["lengths"].index, recorded.results["seconds"]
     kinds = {"first": seconds_of["uncached"], "step": seconds_of["cached"]}
     found = {key: values[at(1000)] / values[at(512)] for key, values in kinds.items()}
-    return found, f"the run {recorded.label}, 512 → 1,000 tokens, because the one here was disturbed"
+    return found, (
+        f"the run {recorded.label}, 512 → 1,000 tokens (1.95 times the tokens), "
+        "because the one here was disturbed"
+    )
 
 
 def straighter(residuals):
@@ -371,12 +373,13 @@ def latency_figure(rows, first, step, recorded):
         for trace in (points.update(mode="markers", marker={"size": 9, "symbol": "circle-open"}), line):
             figure.add_trace(trace.update(showlegend=key == "first", **axes))
     theirs = recorded.results["lengths"], [round(1000 * s, 2) for s in recorded.results["seconds"]["cached"]]
-    line = look.published(*theirs, name="recorded run", source=recorded.label, unit="ms")
+    line = look.published(*theirs, name="recorded run (right)", source=recorded.label, unit="ms")
     figure.add_trace(line.update(xaxis="x2", yaxis="y2"))
     tallest = max(*theirs[1], *(row["step"] for row in rows))
     figure.update_layout(
         xaxis={"domain": [0, 0.43], "range": [0, 1050]},
-        yaxis={"rangemode": "tozero"},
+        # The fitted line may start below zero, which no time can.
+        yaxis={"rangemode": "tozero", "zeroline": True, "zerolinecolor": look.INK, "zerolinewidth": 1},
         xaxis2={**_like(figure, "xaxis"), "domain": [0.57, 1], "anchor": "y2", "range": [0, 1050]},
         yaxis2={**_like(figure, "yaxis"), "anchor": "x2", "range": [0, round(1.15 * tallest, 3)]},
     )
@@ -386,12 +389,16 @@ def latency_figure(rows, first, step, recorded):
 
 
 def latency_text(rows):
-    """The sentence under it: how both times change from the shortest prompt to the longest."""
+    """The sentence under it: how both times grow to the longest prompt, from the shortest and from half."""
     shortest, longest = (end(row["tokens"] for row in rows) for end in (min, max))
-    grown = {key: _fastest(rows, longest, key) / _fastest(rows, shortest, key) for key in ("first", "step")}
+    half = longest // 2
+    first, step = (
+        [_fastest(rows, longest, key) / _fastest(rows, tokens, key) for tokens in (shortest, half)]
+        for key in ("first", "step")
+    )
     text = (
-        f"From {shortest:,} to {longest:,} prompt tokens the time to first token grows "
-        f"{grown['first']:.1f} times and the time per token {grown['step']:.2f} times."
+        f"From {shortest:,} to {longest:,} prompt tokens the time to first token grows {first[0]:.1f} times "
+        f"and the time per token {step[0]:.2f} times; from {half:,}, {first[1]:.2f} and {step[1]:.2f} times."
     )
     return text + (f" {disturbed(rows).capitalize()}." if disturbed(rows) else "")
 

@@ -10,7 +10,7 @@ from kvcourse.widgets.panel import Panel
 
 def roofline_panel() -> Panel:
     """Prompt, cached part, batch, model, device: passes on the roof, and what their time goes to."""
-    return Panel(
+    panel = Panel(
         "passes on a roofline",
         {
             "prompt": _slider(figures.PROMPTS, 1000, "prompt (tokens)"),
@@ -23,6 +23,11 @@ def roofline_panel() -> Panel:
         figure=figures.passes_figure,
         describe=figures.passes_text,
     )
+    # One label width and a row each, so that they are of one length; the two lists share the last row.
+    for name in ("prompt", "cached", "batch"):
+        panel.controls[name].style.description_width = "200px"
+        panel.controls[name].layout.width = "100%"
+    return panel
 
 
 def _slider(numbers, value, description):

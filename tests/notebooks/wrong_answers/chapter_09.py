@@ -90,7 +90,7 @@ WRONG = {
         (_keys_alone, "the factor 2 is missing"),
         (_read_and_written, "you count a row twice"),
         (_divided_head_dim, "take config.head_dim"),
-        (_of_seven_milliseconds, "where the 7 ms of a measured step double"),
+        (_of_seven_milliseconds, "where the 7 ms of the book's step double"),
         (_rounds_down, "still a little smaller than the weights: round up"),
         (_adds_one, "do not add one where the division comes out even"),
         (_does_not_round, "half a token cannot be cached"),
