@@ -79,7 +79,7 @@ def _parts(c, size):
             (4, "4 bytes are written into it: take bytes_per_number"),
             (int(size), "bytes_per_number may be a fraction, such as 34 / 32: do not round it"),
         ),
-        ((1, ""), (1 / 1024, "asked are bytes, not KiB"), (8, "asked are bytes, not bits")),
+        ((1, ""), (1 / 1024, "give bytes, not KiB"), (8, "give bytes, not bits")),
     )
 
 

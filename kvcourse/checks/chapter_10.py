@@ -104,7 +104,7 @@ def _mask_mistake(visible, real):
             query, key = late[0].tolist()
             turned = (seen == (causal & real[row]).T)[tokens].all() and T > 1
             return f"row {row}: the query in column {query} sees column {key}, which comes later. " + (
-                "The mask is turned round: axis 1 is the query, axis 2 the key"
+                "The mask is turned around: axis 1 is the query, axis 2 the key"
                 if turned
                 else "Keep the triangle"
             )

@@ -133,6 +133,13 @@ def _other_timing_mistake(got, repeats, log, acts):
             "at your first reading the device was still busy with earlier work, and your time includes that: "
             "synchronize before the first reading"
         )
+    timed = _launches_between_readings(acts)
+    if 0 < timed != repeats:
+        stand = f"stands {timed} launch" if timed == 1 else f"stand {timed} launches"
+        return (
+            f"between your readings {stand}, not {repeats}: launch once before the first "
+            "reading, then time `repeats` more"
+        )
     if math.isclose(got, LAUNCH + EACH, rel_tol=1e-6):
         return _EVERY_LAUNCH
     for unit, line in ((1e3, "milliseconds"), (1e6, "microseconds")):
@@ -140,12 +147,6 @@ def _other_timing_mistake(got, repeats, log, acts):
             return f"{got:.6g} looks like {line}: give seconds"
     if EACH - TOLERANCE <= got / repeats <= EACH + LAUNCH / repeats + TOLERANCE:
         return f"{got:.6g} s are all {repeats} calls together: divide by repeats"
-    timed = _launches_between_readings(acts)
-    if 0 < timed != repeats:
-        return (
-            f"between your readings stand {timed} launches, not {repeats}: launch once before the first "
-            "reading, then time `repeats` more"
-        )
     if acts.count("launch") == repeats:
         return (
             "the first call on a device is slower (it loads the kernel), and it is within your time: launch "

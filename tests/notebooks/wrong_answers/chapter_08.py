@@ -37,7 +37,7 @@ WRONG = {
         (_tokens(heads=None), "num_kv_heads is missing"),
         (_tokens(size=2), "2 bytes are written into it"),
         (_tokens(size=1), "these are numbers, not bytes"),
-        (_tokens(scale=1 / 1024), "asked are bytes, not KiB"),
+        (_tokens(scale=1 / 1024), "give bytes, not KiB"),
         (
             lambda config, size: 2 * config.num_layers * config.num_kv_heads * config.head_dim * int(size),
             "do not round it",
