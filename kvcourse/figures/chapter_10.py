@@ -273,7 +273,7 @@ def sweep_text(rows):
         f"Here {last['batch']} sequences take {last['step'] / first['step']:.1f} times as long as one and "
         f"give {last['rate'] / first['rate']:.1f} times the tokens; the blog's 32 take {times[2]:.1f} times "
         f"as long for {rates[2]:.1f} times the tokens, its 256 take {times[-1]:.1f} times "
-        f"as long for {rates[-1]:.1f} times."
+        f"as long for {rates[-1]:.1f} times as many."
     )
     return text + (f" {disturbed(rows).capitalize()}." if disturbed(rows) else "")
 

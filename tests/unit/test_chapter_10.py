@@ -296,10 +296,14 @@ def test_the_figure_of_the_sweep_shows_both_machines():
     assert all("6 GB" in trace.hovertemplate for trace in blog)
     text = figures.sweep_text(rows)
     assert "32 sequences take 4.0 times as long as one and give 8.0 times the tokens" in text
-    assert "2.1 times as long for 15.2 times the tokens, its 256 14.2 times for 17.8" in text
-    assert text.endswith("17.8.")
+    assert (
+        "2.1 times as long for 15.2 times the tokens, its 256 take 14.2 times as long for 17.8 times" in text
+    )
+    assert text.endswith("17.8 times as many.")
     busy, _ = figures.sweep_rows(timed("busy"))
-    assert figures.sweep_text(busy).endswith("17.8. Disturbed, do not quote (1 of 2 sizes): at 32 busy.")
+    assert figures.sweep_text(busy).endswith(
+        "17.8 times as many. Disturbed, do not quote (1 of 2 sizes): at 32 busy."
+    )
 
 
 # --- stills and panel -------------------------------------------------------------------------
