@@ -48,7 +48,7 @@ class Stage:
         if not fitted:
             return (
                 f"{start}: the error of make({last}) is kept, and its traceback holds half-made rows. "
-                f"Keep None, or str(error), not the error"
+                f"Write down None, not the error"
             )
         return (
             f"{start}: the rows of {last} still have a name, or a place in what you collect. `rows = "

@@ -11,9 +11,8 @@ import math
 
 import plotly.graph_objects as go
 
-from kvcourse import config, sizing
+from kvcourse import config, measure, sizing
 from kvcourse.figures import template as look
-from kvcourse.figures.chapter_09 import COMPUTE_COLOR, WEIGHTS_COLOR, seconds
 
 BLOG = "“The KV cache and the systems around it”: GPT-2 124M in PyTorch, float16, laptop RTX 3060"
 
@@ -138,9 +137,9 @@ def _first_free(at, most=1 << 16):
 
 
 PARTS = (  # key, name, color, pattern
-    ("weights", "reading weights", WEIGHTS_COLOR, ""),
-    ("caches", "reading and writing caches", look.KEY, look.HATCH),
-    ("arithmetic", "arithmetic beyond that", COMPUTE_COLOR, "."),
+    ("weights", "reading weights", look.WEIGHTS, ""),
+    ("caches", "reading and writing caches", look.CACHES, look.HATCH),
+    ("arithmetic", "arithmetic beyond that", look.ARITHMETIC, "."),
     ("waiting", "waiting for launches", look.WRONG, look.CROSS_HATCH),
 )
 
@@ -399,14 +398,26 @@ def blog_growth(low, high):
 
 def device_table(model="gpt2"):
     """Reading a model's weights once in 16 bits, beside its launches at the blog's cost, as text."""
-    shape = config.lookup(model)
-    launching = launches(model, "one by one") * launch_cost()
+    weight_bytes = sizing.weight_bytes(config.lookup(model))
     lines = [f"{'':>16}{'weights':>11}{'launches':>11}{'longer':>10}"]
     for name, key in DEVICES.items():
-        took = sizing.step_time(shape, sizing.device(key), 0, launch_seconds=launching)
-        longer = "launches" if took.launches > took.weights else "weights"
-        lines.append(f"{name:>16}{seconds(took.weights):>11}{seconds(took.launches):>11}{longer:>10}")
+        weights, launching = _weights_and_launches(name, model)
+        longer = "launches" if launching > weights else "weights"
+        texts = (measure.format_seconds(value) for value in (weights, launching))
+        note = "   does not fit" * (weight_bytes > sizing.device(key).memory_bytes)
+        lines.append(f"{name:>16}" + "".join(f"{text:>11}" for text in texts) + f"{longer:>10}{note}")
     return "\n".join(lines)
+
+
+def longer_of_both(device, model="gpt2"):
+    """Seconds of reading the weights once or of the launches, whichever is longer in device_table."""
+    return max(_weights_and_launches(device, model))
+
+
+def _weights_and_launches(device, model):
+    launching = launches(model, "one by one") * launch_cost()
+    took = sizing.step_time(config.lookup(model), sizing.device(DEVICES[device]), 0, launch_seconds=launching)
+    return took.weights, took.launches
 
 
 def sweep_table(rows):

@@ -18,7 +18,8 @@ def count_launches(fn):
 
     Counted are PyTorch's operations on tensors, one launch each; left out are views and reservations
     of memory, which start nothing. scaled_dot_product_attention is one operation (on a GPU one
-    kernel, or two). Exact and the same on "cpu", "cuda" and "meta"; on "meta" nothing is computed.
+    kernel or more: a mask of True and False is turned into numbers first). Exact and the same on
+    "cpu", "cuda" and "meta"; on "meta" nothing is computed.
     """
     return launched_operations(fn).total()
 
