@@ -48,7 +48,6 @@ PROMPTS = [*range(100, 1001, 100), 1500, 2000, 2300, 3000, 4000, 8000, 16_000, 3
 CACHED = [*range(0, 1001, 100), 1500, 1600, 1700, 1800, 1900, 3000, 4000, 8000, 16_000, 32_000, 64_000]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
-WEIGHTS_COLOR, COMPUTE_COLOR = look.WEIGHTS, look.ARITHMETIC  # the names under which chapter 11 takes them
 # How far the axes reach, in powers of ten: every pass of the panel lies within.
 _FLOP_PER_BYTE, _TFLOPS = (-0.4, 5.6), (-1.2, 3.6)
 
