@@ -37,10 +37,14 @@ def from_huggingface(described, name):
     if not isinstance(described, dict):
         raise ValueError(f"{name}: config.json holds {described!r:.40}: it must hold an object of settings")
     kind = described.get("model_type")
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join(_READERS)
         raise ValueError(f"{name}: model_type {kind!r} is not known here: its shape is read for {known}")
-    return _READERS[kind](_Fields(described, name))
+    try:
+        return _READERS[kind](_Fields(described, name))
+    except ValueError as error:  # what ModelConfig itself refuses does not name the file
+        message = str(error)
+        raise ValueError(message if message.startswith(f"{name}: ") else f"{name}: {message}") from None
 
 
 class _Fields:
@@ -62,7 +66,16 @@ class _Fields:
             raise ValueError(
                 f"{self.name}: {key} is {value!r}: it must be a whole number of at least {least}"
             )
+        most = 10_000 if key in ("num_hidden_layers", "n_layer") else 10**9  # layers are looped over
+        if value > most:
+            raise ValueError(f"{self.name}: {key} is above {most:,}: no model is that large")
         return value
+
+    def stated(self, *keys):
+        """Refuse a file that leaves these out: what holds then differs between models of one family."""
+        for key in keys:
+            if key not in self.described:
+                raise ValueError(f"{self.name}: config.json lacks {key}: is it a whole config.json?")
 
     def eps(self, key, default):
         value = self.described.get(key, default)
@@ -120,12 +133,14 @@ def _llama(fields):
 
 
 def _qwen2(fields):
+    fields.stated("num_key_value_heads")
     return ModelConfig(
         architecture="qwen2", qkv_bias=True, **_shape(fields, eps=1e-6), **_qwen_window(fields)
     )
 
 
 def _qwen3(fields):
+    fields.stated("num_key_value_heads")
     fields.only(attention_bias=False)
     shape = _shape(fields, eps=1e-6, head_dim=128)
     return ModelConfig(architecture="qwen3", qk_norm=True, **shape, **_qwen_window(fields))
@@ -164,7 +179,7 @@ def _gemma3(fields):
 def _deepseek(fields):
     """V2 and V3: one latent a token and layer is cached, whatever `num_key_value_heads` says."""
     fields.only(attention_bias=False, moe_layer_freq=1)
-    # A null here means that queries are not compressed (V2-Lite), so a default would be wrong.
+    fields.stated("q_lora_rank", "n_routed_experts")  # null: queries are not compressed, no experts
     rank = None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank")
     latent = Latent(
         **{key: fields.size(key) for key in
@@ -176,9 +191,9 @@ def _deepseek(fields):
         experts = Experts(
             num_experts=fields.size("n_routed_experts"),
             experts_per_token=fields.size("num_experts_per_tok"),
-            num_shared_experts=fields.size("n_shared_experts", 0, least=0),
+            num_shared_experts=fields.size("n_shared_experts", least=0),
             intermediate_size=fields.size("moe_intermediate_size"),
-            num_dense_layers=fields.size("first_k_dense_replace", 0, least=0),
+            num_dense_layers=fields.size("first_k_dense_replace", least=0),
         )
     # transformers writes the rotated part alone as head_dim, and num_key_value_heads caches nothing.
     key = latent.qk_nope_head_dim + latent.qk_rope_head_dim

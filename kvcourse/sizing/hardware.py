@@ -10,6 +10,7 @@ from functools import cache
 from types import MappingProxyType
 
 from kvcourse import paths
+from kvcourse.sizing.memory import check_format
 from kvcourse.sizing.passes import work
 from kvcourse.sizing.units import at_least
 
@@ -39,6 +40,7 @@ class Device:
         Weights in q8_0 and q4_0 are expanded to 16 bits before they are multiplied; fp8 weights too
         where the device has no fp8 arithmetic, and 16-bit ones to 32 where it has no 16-bit peak.
         """
+        check_format(weights_dtype)
         if weights_dtype == "float32":
             return self.flops_32bit
         if weights_dtype == "fp8" and self.flops_fp8:
@@ -96,6 +98,11 @@ def device(key):
     return devices()[key]
 
 
+def _check_device(found):
+    if not isinstance(found, Device):
+        raise TypeError(f"device is {found!r}: give a Device, such as kv.sizing.device('l4')")
+
+
 def _device(key, entry):
     def per_second(field, unit):
         return None if entry.get(field) is None else entry[field] * unit
@@ -118,6 +125,7 @@ def roofline(device, intensity, weights_dtype="float16"):
     Source: Williams, Waterman, Patterson, "Roofline", Communications of the ACM 52(4), 2009.
     Raises ValueError for an intensity that is not above 0, or a device without a published peak.
     """
+    _check_device(device)
     if not intensity > 0:
         raise ValueError(f"intensity is {intensity!r}: give FLOP per byte, above 0")
     peak = device.peak(weights_dtype)
@@ -128,6 +136,7 @@ def roofline(device, intensity, weights_dtype="float16"):
 
 def pass_time(done, device, launch_seconds=0.0):
     """`PassTime` of `done`, a pass's `Work`; `launch_seconds` is what all its launches take together."""
+    _check_device(device)
     if not launch_seconds >= 0:
         raise ValueError(f"launch_seconds is {launch_seconds!r}: give the seconds of all launches, 0 or more")
     traffic, peak = done.traffic, device.peak(done.weights_dtype)

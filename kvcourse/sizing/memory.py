@@ -1,6 +1,7 @@
 """Bytes of caches and weights, and how many tokens and requests fit. Whole numbers throughout."""
 
 import math
+import numbers as kinds
 
 from kvcourse.sizing.units import at_least, format_bytes
 
@@ -21,8 +22,7 @@ def bytes_of(numbers, dtype):
 
     Raises ValueError for an unknown format, or a count that leaves a group of 32 unfilled.
     """
-    if dtype not in NUMBER_FORMATS:
-        raise ValueError(f"format {dtype!r} is not known: use one of {', '.join(NUMBER_FORMATS)}")
+    check_format(dtype)
     (numbers,) = at_least(0, numbers=numbers)
     size, group = NUMBER_FORMATS[dtype]
     if numbers % group:
@@ -30,6 +30,12 @@ def bytes_of(numbers, dtype):
             f"{numbers:,} numbers are not whole groups of {group}, which {dtype} needs: choose another format"
         )
     return numbers // group * size
+
+
+def check_format(dtype):
+    """Raise ValueError, in one line, unless dtype is one of `NUMBER_FORMATS`."""
+    if not isinstance(dtype, str) or dtype not in NUMBER_FORMATS:
+        raise ValueError(f"format {dtype!r} is not known: use one of {', '.join(NUMBER_FORMATS)}")
 
 
 def kv_bytes_per_token(config, bytes_per_number=2):
@@ -48,7 +54,8 @@ def kv_bytes_per_token(config, bytes_per_number=2):
         )
     if isinstance(bytes_per_number, str):
         return config.num_layers * _row_bytes(config, bytes_per_number)
-    if not isinstance(bytes_per_number, int | float) or not 0 < bytes_per_number < math.inf:
+    number = isinstance(bytes_per_number, kinds.Real) and not isinstance(bytes_per_number, bool)
+    if not number or not 0 < bytes_per_number < math.inf:
         raise ValueError(
             f"bytes_per_number is {bytes_per_number!r}: give a number above 0, such as 2 for float16"
         )
@@ -89,8 +96,8 @@ def weight_bytes(config, dtype="float16"):
     Real files mix formats: in a q4_0 file norms stay in float32, and often the embedding in another
     format. For the last numbers of a group that do not fill it, a whole group is counted.
     """
-    group = NUMBER_FORMATS[dtype][1] if dtype in NUMBER_FORMATS else 1
-    return bytes_of(_blocks(config.num_parameters, group), dtype)
+    check_format(dtype)
+    return bytes_of(_blocks(config.num_parameters, NUMBER_FORMATS[dtype][1]), dtype)
 
 
 def free_after_weights(config, memory_bytes, dtype="float16", keep_free=0):
@@ -158,7 +165,8 @@ def _row_widths(config):
 
 def _row_bytes(config, dtype):
     """Bytes of one token's row in one layer. Groups of 32 run along a head: it must hold whole ones."""
-    size, group = NUMBER_FORMATS.get(dtype, (0, 1))
+    check_format(dtype)
+    group = NUMBER_FORMATS[dtype][1]
     heads = (
         (config.latent.kv_lora_rank, config.latent.qk_rope_head_dim) if config.latent else (config.head_dim,)
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvcourse.sizing.memory import NUMBER_FORMATS, bytes_of, kv_bytes
+from kvcourse.sizing.memory import NUMBER_FORMATS, bytes_of, check_format, kv_bytes
 from kvcourse.sizing.units import at_least
 
 
@@ -87,7 +87,8 @@ def pass_bytes(
     dtype, weights_dtype  formats of cache and weights, keys of `NUMBER_FORMATS`
 
     Weights are read once a pass, caches once a sequence. Of a mixture of experts, a pass reads those
-    that at least one token is sent to; tokens are taken to choose evenly and independently.
+    that at least one token is sent to; tokens are taken to choose evenly and independently. A layer
+    with a sliding window is charged its whole window of cached rows, one more than a step reads.
     """
     new_tokens, batch = at_least(1, new_tokens=new_tokens, batch=batch)
     (past_tokens,) = at_least(0, past_tokens=past_tokens)
@@ -108,7 +109,8 @@ def _parameters_read(config, tokens):
 
 
 def _parameters_bytes(count, dtype):
-    group = NUMBER_FORMATS[dtype][1] if dtype in NUMBER_FORMATS else 1
+    check_format(dtype)
+    group = NUMBER_FORMATS[dtype][1]
     return bytes_of(-(-count // group) * group, dtype)
 
 

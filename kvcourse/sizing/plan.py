@@ -1,6 +1,7 @@
 """`Plan`: a model, a card and its users on paper: what it takes, how many requests fit, what to change."""
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -89,7 +90,7 @@ class Plan:
             return _amount(self.keep_free, "keep_free", "a share such as '8 %'")
         if Decimal(share[1]) > 100:
             raise ValueError(f"keep_free is {self.keep_free!r}: a share is at most 100 %")
-        return int(-(-Decimal(share[1]) * self.memory_bytes // 100))
+        return math.ceil(Decimal(share[1]) * self.memory_bytes / 100)
 
     @property
     def bytes_per_token(self):
@@ -199,7 +200,8 @@ class Plan:
     def text(self):
         """The plan in one line that `from_text` reads: "model=llama-3.1-8b; memory=80 GB; …".
 
-        Nothing shared and rows taken one by one are left out.
+        Nothing shared and rows taken one by one are left out. A model of your own is written by its
+        name: give `from_text` the same `models`.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["model"] = self.config.name
@@ -218,11 +220,15 @@ class Plan:
 
         Raises ValueError in one line that names the part it cannot read.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"{text!r:.60} is no text: give a line as Plan.text() writes it")
         known, given = {field.name: field.type for field in dataclasses.fields(cls)}, {}
         for part in filter(None, (part.strip() for part in text.split(";"))):
             name, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or name not in known or not value:
-                raise ValueError(f"cannot read {part!r}: write field=value, with one of {', '.join(known)}")
+                raise ValueError(
+                    f"cannot read {part!r:.60}: write field=value, with one of {', '.join(known)}"
+                )
             if name in given:
                 raise ValueError(f"{name} is given twice: {given[name]!r} and {value!r}")
             given[name] = _whole_number(name, value) if known[name] is int else value
@@ -251,6 +257,6 @@ def _smaller_formats(dtype):
 
 
 def _whole_number(name, value):
-    if not re.fullmatch(r"\d{1,3}(,\d{3})+|\d+", value):
-        raise ValueError(f"{name} is {value!r}: write a whole number, such as 2300")
+    if not re.fullmatch(r"\d{1,3}(,\d{3}){1,5}|\d{1,18}", value, re.ASCII):
+        raise ValueError(f"{name} is {value!r:.60}: write a whole number, such as 2300")
     return int(value.replace(",", ""))

@@ -9,7 +9,8 @@ UNITS = {
     "kB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4,
     "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4,
 }  # fmt: skip
-_WRITTEN = re.compile(r"\s*(\d[\d,]*(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+# Commas separate thousands only: "7,5 GB", a decimal comma, must not become 75 GB.
+_WRITTEN = re.compile(r"\s*(\d{1,3}(?:,\d{3}){1,6}|\d{1,18})(\.\d{1,18})?\s*([A-Za-z]+)\s*", re.ASCII)
 
 
 def parse_bytes(text):
@@ -21,11 +22,12 @@ def parse_bytes(text):
     if not isinstance(text, str):
         return at_least(0, bytes=text)[0]
     match = _WRITTEN.fullmatch(text)
-    if not match or match[2] not in UNITS:
+    if not match or match[3] not in UNITS:
         raise ValueError(
-            f"{text!r} is no amount of memory: write a number and one of {', '.join(UNITS)}, as in '80 GB'"
+            f"{text!r:.60} is no amount of memory: write a number and one of {', '.join(UNITS)}, "
+            f"as in '80 GB'"
         )
-    amount = Decimal(match[1].replace(",", "")) * UNITS[match[2]]
+    amount = Decimal(match[1].replace(",", "") + (match[2] or "")) * UNITS[match[3]]
     if amount != int(amount):
         raise ValueError(f"{text!r} is {amount} bytes: give a whole number of bytes")
     return int(amount)
@@ -35,7 +37,8 @@ def format_bytes(count, unit="GiB", digits=2):
     """Bytes in one unit, thousands separated: format_bytes(301_465_600, "MiB", 1) = "287.5 MiB"."""
     if unit not in UNITS:
         raise ValueError(f"unit {unit!r} is not known: use one of {', '.join(UNITS)}")
-    amount = Decimal(count) / UNITS[unit]  # a float would round large counts
+    whole = operator.index(count) if hasattr(count, "__index__") else count  # NumPy's integers too
+    amount = Decimal(whole) / UNITS[unit]  # a float would round large counts
     return f"{amount:,.{0 if unit == 'B' else digits}f} {unit}"
 
 

@@ -186,3 +186,20 @@ def test_a_missing_or_broken_file(tmp_path):
     (tmp_path / "config.json").write_bytes(b"{\xff")
     with pytest.raises(ValueError, match="config.json is not JSON"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "described, words",
+    [
+        ({"model_type": []}, "model_type \\[\\] is not known"),
+        (LLAMA_31_8B | dict(num_hidden_layers=10**30), "num_hidden_layers is above 10,000"),
+        (QWEN25_3B | dict(use_sliding_window=True, num_hidden_layers=10**30), "is above 10,000"),
+        (DEEPSEEK_V2_LITE | dict(num_experts_per_tok=65), "somewhere: experts_per_token 65"),
+        ({k: v for k, v in QWEN3_4B.items() if k != "num_key_value_heads"}, "lacks num_key_value_heads"),
+        ({k: v for k, v in DEEPSEEK_V2_LITE.items() if k != "q_lora_rank"}, "lacks q_lora_rank"),
+        ({k: v for k, v in DEEPSEEK_V2_LITE.items() if k != "first_k_dense_replace"}, "lacks first_k_dense"),
+    ],
+)
+def test_files_that_would_be_guessed_at_or_never_end(described, words):
+    with pytest.raises(ValueError, match=words):
+        from_huggingface(described, "somewhere")

@@ -248,3 +248,28 @@ def test_values_of_another_kind():
         Plan(memory=-1)
     with pytest.raises(AttributeError):
         Plan().users = 3
+
+
+def test_a_share_is_rounded_up_and_may_be_all():
+    assert Plan(keep_free="8 %").kept_bytes == 6_841_664_799  # 8 % of 85,520,809,984 is …798.72
+    assert Plan(memory="1 B", weights="0 B", keep_free="8 %").kept_bytes == 1
+    assert Plan(keep_free="100 %").kept_bytes == Plan().memory_bytes
+
+
+def test_a_plan_that_fits_to_the_byte():
+    tight = Plan(memory=str(Plan().total_bytes) + " B")
+    assert tight.fits and tight.spare_bytes == 0 and tight.changes() == {}
+
+
+def test_another_card_is_a_gpu():
+    # 31 GB: the laptop's 34 GB of host memory would hold it, and is no card
+    assert Plan(memory="l4", users=50, keep_free="0 B").changes()["memory"] == "h100-sxm"
+
+
+@pytest.mark.parametrize(
+    "text", ["users=" + "9" * 5000, "memory=" + "9" * 300 + " GB", "x" * 100_000, None, 5]
+)
+def test_hostile_texts_get_one_short_line(text):
+    with pytest.raises(ValueError) as caught:
+        Plan.from_text(text)
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)

@@ -190,3 +190,35 @@ def test_amounts_that_say_nothing_clear(text):
 def test_formatted_whole_bytes_come_back(count, unit):
     assert sizing.parse_bytes(sizing.format_bytes(count, "B")) == count
     assert sizing.format_bytes(3 * sizing.UNITS[unit], unit, 0) == f"3 {unit}"
+
+
+@pytest.mark.parametrize(
+    "text", ["7,5 GB", "1,50 GB", "80,000,0 MB", "1,.5 GB", "８０ GB", "1" * 5000 + " GB"]
+)
+def test_a_decimal_comma_or_endless_digits_are_no_amount(text):
+    with pytest.raises(ValueError, match="is no amount of memory") as caught:
+        sizing.parse_bytes(text)
+    assert len(str(caught.value)) < 200
+
+
+def test_numpy_numbers_are_numbers():
+    assert sizing.format_bytes(np.int64(1024), "KiB", 0) == "1 KiB"
+    assert sizing.kv_bytes_per_token(LLAMA_8B, np.int64(2)) == 131_072
+    with pytest.raises(ValueError, match="bytes_per_number is True"):
+        sizing.kv_bytes_per_token(LLAMA_8B, True)
+
+
+def test_what_does_not_fit_at_all_and_what_fits_exactly():
+    prefix, own = sizing.shared_and_own_bytes(LLAMA_8B, 2300, shared_prefix=2000)
+    assert sizing.requests_that_fit(LLAMA_8B, prefix - 2 * own, 2300, shared_prefix=2000) == 0
+    weights = sizing.weight_bytes(LLAMA_8B)
+    assert sizing.free_after_weights(LLAMA_8B, weights + 5, keep_free=5) == 0
+    with pytest.raises(ValueError, match="and 0.00 GB are kept free"):
+        sizing.free_after_weights(LLAMA_8B, weights + 5, keep_free=6)
+
+
+def test_groups_of_a_latent_run_along_the_latent():
+    latent = configs.Latent(kv_lora_rank=20, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+    small = kv.ModelConfig("small", "deepseek", 1, 2, 2, 96, 64, 64, 64, 64, latent=latent)
+    with pytest.raises(ValueError, match="a head of 20 numbers is not whole groups of 32"):
+        sizing.kv_bytes(small, 1, "q8_0")

@@ -130,3 +130,27 @@ def test_every_device_says_where_its_figures_come_from():
     assert sizing.device("h200").bandwidth > H100.bandwidth
     with pytest.raises(KeyError, match="no device 'h300' in the table: use one of h100-sxm"):
         sizing.device("h300")
+
+
+def test_all_tokens_of_a_prefill_choose_experts():
+    assert sizing.pass_bytes(V3, 64).weights == sizing.pass_bytes(V3, 1, batch=64).weights
+
+
+def test_a_device_without_a_16_bit_peak_computes_in_32():
+    cpu = sizing.device("cpu-laptop")
+    assert cpu.peak() == cpu.peak("float32") == 0.9e12
+    assert sizing.roofline(cpu, 1000) == 0.9e12
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: sizing.step_time(LLAMA_8B, "l4", 10), TypeError, r"give a Device, such as kv.sizing.device"),
+        (lambda: sizing.roofline("l4", 10), TypeError, "device is 'l4'"),
+        (lambda: sizing.roofline(H100, 1, "fp4"), ValueError, "format 'fp4' is not known"),
+        (lambda: sizing.pass_bytes(LLAMA_8B, 1, dtype=["a"]), ValueError, "format \\['a'\\] is not known"),
+    ],
+)
+def test_a_key_or_a_format_that_is_none(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
