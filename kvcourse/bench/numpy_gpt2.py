@@ -82,8 +82,11 @@ def count(text):
 def main(args):
     """Time in a process of its own, print the table, keep the run where --out asks.
 
-    Raises CommandError when the timing process fails, or a disturbed run is to be kept.
+    Raises CommandError when --out cannot be written (before timing), the timing process fails, or a
+    disturbed run is to be kept.
     """
+    if args.out is not None:
+        check_writable(Path(args.out) if args.out else default_path("check"))
     run = _run_in_own_process(args)
     print(table(run))
     path = Path(args.out) if args.out else default_path(run["machine"]["cpu"])
@@ -91,7 +94,10 @@ def main(args):
 
 
 def keep(run, path, asked):
-    """Write the run to path if asked, else say where it would go. CommandError for a disturbed one."""
+    """Write the run to path if asked, else say where it would go.
+
+    CommandError for a disturbed run, and where it cannot be written.
+    """
     if not asked:
         print(f"\nNot kept. With --out it would be written to {_shown(path)}.")
         return
@@ -100,9 +106,32 @@ def keep(run, path, asked):
             f"not kept, the run was disturbed ({run['results']['disturbed'][0]}): "
             f"close other programs and run it again"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _not_writable(path, error) from None
     print(f"\nKept in {_shown(path)}.")
+
+
+def check_writable(path):
+    """Make the folder of path; CommandError unless a file can be written there, found by trying.
+
+    Called before timing: minutes of it would be lost if this came out at the end.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.open("a").close()  # its content stays
+        else:
+            path.touch()
+            path.unlink()
+    except OSError as error:
+        raise _not_writable(path, error) from None
+
+
+def _not_writable(path, error):
+    return CommandError(f"--out {path}: {error.strerror or error}: name a file that can be written")
 
 
 def default_path(device, kind=KIND):

@@ -77,11 +77,13 @@ def add_arguments(parser):
 def main(args):
     """Time in a process of its own, print the table, keep the run where --out asks.
 
-    Raises CommandError for a device that is not there, when the timing process fails, or when a
-    disturbed run is to be kept.
+    Raises CommandError for a device that is not there, when --out cannot be written (before timing),
+    when the timing process fails, or when a disturbed run is to be kept.
     """
     if args.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: PyTorch finds no CUDA device here, use --device cpu")
+    if args.out is not None:
+        numpy_gpt2.check_writable(Path(args.out) if args.out else default_path("check"))
     run = _run_in_own_process(args)
     print(table(run))
     path = Path(args.out) if args.out else default_path(run["machine"].get("gpu", run["machine"]["cpu"]))

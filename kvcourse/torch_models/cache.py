@@ -1,5 +1,6 @@
 """`BatchCache`: keys and values of a batch of sequences, preallocated on the device."""
 
+import math
 import operator
 
 import torch
@@ -32,8 +33,7 @@ class BatchCache:
             )
         shape = (c.num_layers, batch, c.num_heads, max_seq_len, c.head_dim)
         self.config, self.batch, self.max_seq_len = c, batch, max_seq_len
-        self.keys = torch.zeros(shape, dtype=net.dtype, device=net.device)
-        self.values = torch.zeros(shape, dtype=net.dtype, device=net.device)
+        self.keys, self.values = (_zeros(shape, net.dtype, net.device) for _ in range(2))
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=net.device)
         self._sequences = torch.arange(batch, device=net.device)  # (batch,), the first index of a write
         self._rows = torch.arange(_aligned(max_seq_len), device=net.device)  # row numbers, for the mask
@@ -78,13 +78,18 @@ class BatchCache:
         fill_random(). Raises ValueError or TypeError, the cache unchanged, for a length outside
         0 … max_seq_len or another number of lengths than sequences.
         """
-        given = [lengths] * self.batch if not hasattr(lengths, "__len__") else list(lengths)
+        self._move(self._checked(lengths))
+
+    def _checked(self, lengths):
+        """What set_lengths() takes, as a list of ints, one a sequence, each within 0 … max_seq_len."""
+        one = not hasattr(lengths, "__len__") or getattr(lengths, "ndim", 1) == 0
+        given = [lengths] * self.batch if one else list(lengths)
         if len(given) != self.batch:
             raise ValueError(f"{len(given)} lengths for a batch of {self.batch}: give one a sequence")
         given = [whole(n, "length", low=0) for n in given]
         if max(given) > self.max_seq_len:
             raise ValueError(f"length {max(given):,} is outside 0 … {self.max_seq_len:,}, the rows there are")
-        self._move(given)
+        return given
 
     def reset(self):
         """Forget every sequence and zero the rows; nothing is allocated or freed."""
@@ -96,13 +101,17 @@ class BatchCache:
         """Random rows for `seq_len` tokens of every sequence, as if they had been computed: for timing.
 
         A step takes as long on them as on real ones. All sequences and layers get the same rows.
+        Raises TypeError or ValueError, the cache unchanged, for a seq_len outside 0 … max_seq_len
+        and for a seed that is no whole number of at least 0.
         """
-        self.set_lengths(seq_len)
-        generator = torch.Generator().manual_seed(seed)
+        seq_len = whole(seq_len, "seq_len", low=0)
+        lengths = self._checked(seq_len)
+        generator = torch.Generator().manual_seed(whole(seed, "seed", low=0))
         _, _, heads, _, head_dim = self.keys.shape
         for rows in (self.keys, self.values):
             random = torch.randn(heads, seq_len, head_dim, generator=generator)
             rows[:, :, :, :seq_len] = random.to(rows.device, rows.dtype)
+        self._move(lengths)
 
     # --- for the model ---------------------------------------------------------------
 
@@ -171,6 +180,20 @@ class BatchCache:
             self.lengths.copy_(torch.tensor(lengths))
         self._host = lengths
         self._moving = False
+
+
+def _zeros(shape, dtype, device):
+    """torch.zeros, with one clear line for a size that cannot be, which PyTorch words in many ways."""
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # clear already, or no matter of size
+        raise
+    except (RuntimeError, TypeError):  # no room on a CPU, or more bytes than 64 bits count
+        size = math.prod(shape) * dtype.itemsize
+        raise torch.OutOfMemoryError(
+            f"out of memory on {device}: {size:,} bytes each for keys and values of {shape[1]:,} sequences "
+            f"of {shape[3]:,} tokens: ask for a smaller batch or max_seq_len"
+        ) from None
 
 
 def _aligned(rows):

@@ -6,12 +6,15 @@ the released TensorFlow code (`openai/gpt-2`, `src/model.py`).
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from kvcourse.caches import CacheFull
 from kvcourse.models.gpt2 import GPT2 as NumpyGPT2
 from kvcourse.models.gpt2 import check_ids
+from kvcourse.torch_models.cache import BatchCache
+from kvcourse.torch_models.devices import parsed_device
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ATTENTIONS = ("sdpa", "written")
@@ -58,7 +61,7 @@ class GPT2:
     def prefill(self, prompts, cache):
         """Compute `prompts` into an empty cache; logits (batch, vocab_size) of each one's last token.
 
-        prompts  one list of token ids a sequence, of any lengths ≥ 1
+        prompts  one list of token ids a sequence, of any lengths ≥ 1; a list or any other iterable
 
         Shorter prompts are padded at their end. So row r of every sequence is position r, all share
         the positions 0 … T − 1 and the plain causal mask keeps the padding out of sight: it stands
@@ -67,7 +70,7 @@ class GPT2:
 
         Raises, with the cache unchanged: ValueError (another number of prompts than the cache has
         sequences, an empty one, an unknown id, a cache that is not empty or not this model's),
-        TypeError (ids that are not whole numbers), CacheFull (a prompt longer than the cache),
+        TypeError (ids that are not whole numbers, no BatchCache), CacheFull (a prompt longer than the cache),
         torch.OutOfMemoryError.
         """
         self.check_cache(cache)
@@ -159,6 +162,10 @@ class GPT2:
     # --- what comes in ---------------------------------------------------------------------
 
     def check_cache(self, cache):
+        if not isinstance(cache, BatchCache):
+            raise TypeError(
+                f"the cache is a {type(cache).__name__}: make one with BatchCache(net, batch, max_seq_len)"
+            )
         c = self.config
         fits = (c.num_layers, cache.batch, c.num_heads, cache.max_seq_len, c.head_dim)
         mine = (fits, self.dtype, self.device)
@@ -179,9 +186,13 @@ class GPT2:
         """Prompts as ids (B, T) on the device, padded at the end with 0, and their lengths as a list."""
         if cache.longest:
             raise ValueError(f"the cache holds up to {cache.longest:,} tokens already: reset() it first")
-        if isinstance(prompts, str) or any(isinstance(p, str) or not hasattr(p, "__len__") for p in prompts):
+        single = not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0
+        if single or isinstance(prompts, str):
             raise TypeError(f"prompts are {prompts!r:.40}: give one list of token ids a sequence")
-        prompts = [check_ids(prompt, self.config) for prompt in prompts]
+        prompts = list(prompts)  # a generator can be read only once
+        if any(isinstance(prompt, str) or not hasattr(prompt, "__len__") for prompt in prompts):
+            raise TypeError(f"prompts are {prompts!r:.40}: give one list of token ids a sequence")
+        prompts = [self._ids(prompt) for prompt in prompts]
         lengths = [len(prompt) for prompt in prompts]
         if len(prompts) != cache.batch:
             raise ValueError(f"{len(prompts)} prompts for a cache of {cache.batch} sequences: give one each")
@@ -200,13 +211,21 @@ class GPT2:
         if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":
             if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
                 raise TypeError(f"tokens are {tokens.dtype}: token ids are whole numbers")
+            if tokens.is_meta and self.device.type != "meta":
+                raise ValueError(f"tokens are on meta, which holds no numbers: give them on {self.device}")
         else:
-            tokens = torch.from_numpy(check_ids(tokens, self.config))
+            tokens = torch.from_numpy(self._ids(tokens))
         if tuple(tokens.shape) != (cache.batch,):
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)} for a batch of {cache.batch}: give one a sequence"
             )
         return tokens.to(self.device, torch.int64)
+
+    def _ids(self, ids):
+        """check_ids, which sees no True among numbers: NumPy has made a 1 of it by then."""
+        if isinstance(ids, (list, tuple)) and any(isinstance(i, (bool, np.bool_)) for i in ids):
+            raise TypeError(f"ids are {ids!r:.40}: token ids are whole numbers, not True or False")
+        return check_ids(ids, self.config)
 
 
 def written_attention(q, k, v, attn_mask=None):
@@ -229,20 +248,20 @@ def _linear(x, weight_bias):
 
 def _dtype(name):
     known = {**DTYPES, **{dtype: dtype for dtype in DTYPES.values()}}
-    if name not in known:
+    if not isinstance(name, (str, torch.dtype)) or name not in known:
         raise ValueError(f"dtype {name!r} is not supported: use one of {', '.join(DTYPES)}")
     return known[name]
 
 
 def _device(name):
-    device = torch.device(name)
+    device = parsed_device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device {str(name)!r}: PyTorch finds no CUDA device here, use 'cpu'")
         if device.index is None:  # tensors carry the number, so the comparison with a cache needs it
             device = torch.device("cuda", torch.cuda.current_device())
-    elif device.type not in ("cpu", "meta"):
-        raise ValueError(f"device {str(name)!r} is not supported: use 'cpu', 'cuda' or 'meta'")
+        elif device.index >= (found := torch.cuda.device_count()):
+            raise ValueError(f"device {str(name)!r}: CUDA devices here have the numbers 0 … {found - 1}")
     return device
 
 

@@ -19,7 +19,8 @@ def count_launches(fn):
     Counted are PyTorch's operations on tensors, one launch each; left out are views and reservations
     of memory, which start nothing. scaled_dot_product_attention is one operation (on a GPU one
     kernel or more: a mask of True and False is turned into numbers first). Exact and the same on
-    "cpu", "cuda" and "meta"; on "meta" nothing is computed.
+    "cpu", "cuda" and "meta"; on "meta" nothing is computed. Seen is this thread alone: work that fn
+    gives to another one counts as 0.
     """
     return launched_operations(fn).total()
 

@@ -6,6 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvcourse.torch_models.devices import parsed_device
+
 
 class MemoryCap:
     """Inside `with MemoryCap(limit_bytes, device):` no more than so many bytes can be allocated there.
@@ -19,19 +21,23 @@ class MemoryCap:
     What goes past the limit raises torch.OutOfMemoryError, and the tensor in question is gone. A
     variable, a list, a view, or a traceback that still holds a tensor keeps its bytes counted. The
     same cap may be entered again, and `held` stays right in between.
+
+    The bookkeeping sees what operations of this thread return. It does not see tensors that another
+    thread makes, bytes that a tensor gains in place (`resize_`, or `out=` with a tensor that is too
+    small), or sparse tensors.
+
+    Raises ValueError for a limit that is no whole number of at least 1 and for an unknown device.
     """
 
     def __init__(self, limit_bytes, device="cpu"):
         if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 1:
             raise ValueError(f"limit_bytes is {limit_bytes!r}: give a whole number of bytes, at least 1")
         self.limit_bytes = limit_bytes
-        self.device = torch.device(device)
+        self.device = parsed_device(device)
         if self.device.type == "cuda":
             self._ledger = _CudaLimit(limit_bytes, self.device)
-        elif self.device.type in ("cpu", "meta"):
-            self._ledger = _Ledger(limit_bytes, self.device)
         else:
-            raise ValueError(f"device {str(device)!r} is not supported: use 'cpu', 'cuda' or 'meta'")
+            self._ledger = _Ledger(limit_bytes, self.device)
 
     def __enter__(self):
         self._ledger.__enter__()
@@ -89,11 +95,14 @@ class _Ledger(TorchDispatchMode):
             raise torch.OutOfMemoryError(refused)
 
     def _storages(self, values):
-        """The storages on this device of all tensors in nested lists, tuples and dicts."""
+        """The storages on this device of all tensors in nested lists, tuples and dicts.
+
+        Sparse ones are left out: PyTorch gives them no storage of their own."""
+        tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
         return {
-            value.untyped_storage()
-            for value in tree_leaves(values)
-            if isinstance(value, torch.Tensor) and value.device.type == self.device.type
+            tensor.untyped_storage()
+            for tensor in tensors
+            if tensor.device.type == self.device.type and tensor.layout == torch.strided
         }
 
     def _enter(self, storages):

@@ -5,6 +5,7 @@ import statistics
 import torch
 
 from kvcourse import measure
+from kvcourse.torch_models.devices import parsed_device
 
 
 def event_seconds(fn, repeats=7, warmup=2, device=None):
@@ -15,11 +16,11 @@ def event_seconds(fn, repeats=7, warmup=2, device=None):
     returns when the work is done, and the clock is right: measure.time_call.
 
     device  where fn works: "cuda" or "cpu" (default: "cuda" where this process has used one)
-    Raises ValueError for fewer than 1 repeat or a negative warm-up.
+    Raises ValueError for fewer than 1 repeat, a negative warm-up or an unknown device.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    device = torch.device(device)
+    device = parsed_device(device)
     if device.type != "cuda":
         return measure.time_call(fn, repeats, warmup)
     if repeats < 1 or warmup < 0:

@@ -1,9 +1,11 @@
 """`kvcourse bench numpy` at a tiny shape. What it prints is checked, how fast this machine is never."""
 
 import argparse
+import errno
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,6 +175,34 @@ def test_without_out_nothing_is_written(no_process, monkeypatch, tmp_path, capsy
 def test_out_keeps_the_run(no_process, tmp_path):
     numpy_gpt2.main(options("--quick", "--out", str(tmp_path / "kept.json")))
     assert json.loads((tmp_path / "kept.json").read_text(encoding="utf-8")) == no_process
+
+
+def test_a_path_that_cannot_be_written_is_one_line_before_timing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(numpy_gpt2, "_run_in_own_process", lambda args: pytest.fail("timed first"))
+    (tmp_path / "a_file").write_text("kept", encoding="utf-8")
+    for path in (tmp_path, tmp_path / "a_file" / "run.json", tmp_path / f"{'x' * 300}.json"):
+        assert cli.main(["bench", "numpy", "--out", str(path)]) == 1
+        line = rf"kvcourse: --out {re.escape(str(path))}: [^\n]+: name a file that can be written\n"
+        assert re.fullmatch(line, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
+    assert (tmp_path / "a_file").read_text(encoding="utf-8") == "kept"
+
+
+def test_looking_whether_a_path_can_be_written_leaves_no_file(tmp_path):
+    numpy_gpt2.check_writable(tmp_path / "deeper" / "run.json")
+    assert list((tmp_path / "deeper").iterdir()) == []
+    (tmp_path / "old.json").write_text("old", encoding="utf-8")
+    numpy_gpt2.check_writable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text(encoding="utf-8") == "old"
+
+
+def test_a_write_that_fails_after_all_is_one_line(no_process, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(cli.CommandError, match="run.json: No space left on device: name a file"):
+        numpy_gpt2.main(options("--quick", "--out", str(tmp_path / "run.json")))
 
 
 def test_a_disturbed_run_is_shown_but_not_kept(no_process, tmp_path, capsys):

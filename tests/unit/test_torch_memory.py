@@ -92,6 +92,14 @@ def test_several_results_of_one_operation_count_together():
     assert cap.held == 0
 
 
+def test_a_sparse_tensor_is_let_through():
+    places, numbers = torch.tensor([[0, 1]]), torch.tensor([1.0, 2.0])
+    with MemoryCap(MIB) as cap:
+        sparse = torch.sparse_coo_tensor(places, numbers, (3,), check_invariants=True)
+        assert (sparse * 2).to_dense().tolist() == [2, 4, 0]
+        assert cap.held == 0
+
+
 # --- who still holds it? -----------------------------------------------------------------------
 
 
@@ -245,9 +253,10 @@ def test_a_limit_that_is_no_number_of_bytes_is_one_line(limit):
         MemoryCap(limit)
 
 
-def test_an_unknown_device_is_one_line():
-    with pytest.raises(ValueError, match="device 'mps' is not supported: use 'cpu', 'cuda' or 'meta'"):
-        MemoryCap(1, "mps")
+@pytest.mark.parametrize("device", ["mps", "foo", "", None])
+def test_an_unknown_device_is_one_line(device):
+    with pytest.raises(ValueError, match=f"device '{device}' is not supported: use 'cpu', 'cuda' or 'meta'$"):
+        MemoryCap(1, device)
 
 
 # --- the published sweep on a card of 6 GiB, at its true size, without its memory ------------------------

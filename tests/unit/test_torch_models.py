@@ -10,6 +10,7 @@ import torch
 from torch.autograd import DeviceType
 
 from kvcourse import loading, measure
+from kvcourse.caches import ContiguousCache
 from kvcourse.torch_models import (
     GPT2,
     BatchCache,
@@ -76,11 +77,34 @@ def test_a_meta_net_has_every_shape_and_no_memory(model):
     [
         ("cpu", "float64", "dtype 'float64' is not supported: use one of float32, float16, bfloat16"),
         ("mps", "float32", "device 'mps' is not supported: use 'cpu', 'cuda' or 'meta'"),
+        ("foo", "float32", "device 'foo' is not supported: use 'cpu', 'cuda' or 'meta'$"),
+        ("", "float32", "device '' is not supported: use 'cpu', 'cuda' or 'meta'$"),
+        (None, "float32", "device 'None' is not supported: use 'cpu', 'cuda' or 'meta'$"),
+        ("cpu", ["x"], r"dtype \['x'\] is not supported: use one of float32"),
     ],
 )
 def test_unknown_devices_and_formats_are_one_line(model, device, dtype, message):
     with pytest.raises(ValueError, match=message):
         GPT2(model, device, dtype)
+
+
+@pytest.mark.parametrize("device", ["foo", ""])
+def test_an_unknown_device_to_time_is_one_line(device):
+    with pytest.raises(ValueError, match=f"device '{device}' is not supported: use 'cpu', 'cuda' or 'meta'$"):
+        event_seconds(lambda: None, device=device)
+
+
+def test_the_number_of_the_one_cpu_is_left_out(model):
+    net = GPT2(model, "cpu:3")
+    assert net.device == BatchCache(net, 1, 5).device == torch.device("cpu")
+    assert net.prefill([[1]], BatchCache(net, 1, 5)).shape == (1, VOCAB)
+
+
+def test_a_gpu_number_that_is_not_there_is_one_line(model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="device 'cuda:2': CUDA devices here have the numbers 0 … 1$"):
+        GPT2(model, "cuda:2")
 
 
 def test_cuda_without_a_device_is_one_line(model, monkeypatch):
@@ -124,6 +148,44 @@ def test_the_shape_of_the_cache(net):
 def test_an_impossible_cache_is_one_line(net, batch, max_seq_len, error, message):
     with pytest.raises(error, match=message):
         BatchCache(net, batch, max_seq_len)
+
+
+@pytest.mark.parametrize(
+    "device, batch", [("cpu", 10**15), ("cpu", 10**18), ("meta", 10**18), ("cpu", 10**30)]
+)
+def test_a_cache_of_a_size_that_cannot_be_is_out_of_memory(model, device, batch):
+    """The sizes meet three refusals of PyTorch: no room, a product and a number beyond 64 bits."""
+    size = LAYERS * batch * HEADS * 20 * HEAD_DIM * 4
+    with pytest.raises(torch.OutOfMemoryError) as refused:
+        BatchCache(GPT2(model, device), batch, 20)
+    assert str(refused.value) == (
+        f"out of memory on {device}: {size:,} bytes each for keys and values of {batch:,} sequences of "
+        f"20 tokens: ask for a smaller batch or max_seq_len"
+    )
+
+
+@pytest.mark.parametrize("one", [np.array(3), torch.tensor(3), np.int64(3)])
+def test_a_length_may_be_an_array_of_no_axes(net, one):
+    cache = BatchCache(net, 2, 5)
+    cache.set_lengths(one)
+    assert cache.lengths.tolist() == [3, 3] and cache.longest == 3
+
+
+@pytest.mark.parametrize(
+    "seq_len, seed, error, message",
+    [
+        ([1, 2, 3], 0, TypeError, r"seq_len is \[1, 2, 3\]: give a whole number of at least 0"),
+        (3, "x", TypeError, "seed is 'x': give a whole number of at least 0"),
+        (6, 0, ValueError, "length 6 is outside 0 … 5, the rows there are"),
+    ],
+)
+def test_random_rows_that_are_refused_change_nothing(net, seq_len, seed, error, message):
+    cache = BatchCache(net, 3, 5)
+    cache.set_lengths([1, 0, 2])
+    with pytest.raises(error, match=message):
+        cache.fill_random(seq_len, seed=seed)
+    assert cache.lengths.tolist() == [1, 0, 2] and cache.longest == 2
+    assert not cache.keys.any() and not cache.values.any()
 
 
 def test_a_step_writes_one_row_a_sequence_and_moves_nothing(net):
@@ -180,11 +242,46 @@ def test_caches_of_other_models_are_refused(net, model):
         ([], ValueError, "0 prompts for a cache of 2 sequences"),
         ([[1], []], ValueError, "no token ids"),
         ([[1], [VOCAB]], ValueError, "token id 50 is outside the vocabulary"),
+        (None, TypeError, "prompts are None: give one list of token ids a sequence"),
+        (5, TypeError, "prompts are 5: give one list of token ids a sequence"),
+        (np.array(5), TypeError, r"prompts are array\(5\): give one list"),
+        ((i for i in (1, 2)), TypeError, r"prompts are \[1, 2\]: give one list"),
+        ([[1], [True, 2]], TypeError, r"ids are \[True, 2\]: token ids are whole numbers, not True or False"),
     ],
 )
 def test_prompts_that_cannot_be_are_one_line(net, prompts, error, message):
     with pytest.raises(error, match=message):
         net.prefill(prompts, BatchCache(net, 2, 5))
+
+
+def test_prompts_may_come_from_a_generator(net):
+    lists, generated = BatchCache(net, 2, 5), BatchCache(net, 2, 5)
+    expected = net.prefill([[1, 2], [3]], lists)
+    assert torch.equal(net.prefill((prompt for prompt in ([1, 2], [3])), generated), expected)
+
+
+@pytest.mark.parametrize(
+    "tokens, error, message",
+    [
+        ([True, 1], TypeError, r"ids are \[True, 1\]: token ids are whole numbers, not True or False"),
+        ([np.True_, 1], TypeError, "token ids are whole numbers, not True or False"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), ValueError, "tokens are on meta, .* on cpu"),
+    ],
+)
+def test_tokens_that_cannot_be_are_one_line(net, tokens, error, message):
+    cache = BatchCache(net, 2, 5)
+    with pytest.raises(error, match=message):
+        net.decode(tokens, cache)
+    assert cache.lengths.tolist() == [0, 0]
+
+
+def test_something_else_for_a_cache_is_one_line(net, model):
+    for other in (None, ContiguousCache.for_model(model)):
+        message = f"the cache is a {type(other).__name__}: make one with BatchCache"
+        with pytest.raises(TypeError, match=message):
+            net.decode([1], other)
+        with pytest.raises(TypeError, match=message):
+            net.prefill([[1]], other)
 
 
 def test_a_cache_in_use_takes_no_prompts(net):
