@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvcourse import progress
+from kvcourse.config import ModelConfig
 
 NOT_DONE, RIGHT, WRONG = "not done", "right", "wrong"
 _EXERCISES: dict[str, Exercise] = {}
@@ -55,8 +57,8 @@ class Run:
     """Calls the reader's function for a check, and turns every way to fail into one line.
 
     ``run(*args, **kwargs)`` returns what the function returned; a NumPy scalar or a one-number tensor comes
-    as a Python number, also within a tuple. Containers and arrays are handed over as copies, so that the
-    check's own inputs stay whole and a function that changes its input is caught.
+    as a Python number, also within a tuple, list or dict. Containers and arrays are handed over as copies, so
+    that the check's own inputs stay whole and a function that changes its input is caught.
 
     A check that knows what lies behind an error sets ``run.explain``: it gets the error and returns the line
     that names the mistake, or ``None``.
@@ -103,8 +105,10 @@ class Run:
 
 
 def _plain(value: Any) -> Any:
-    if type(value) is tuple:
-        return tuple(_plain(item) for item in value)
+    if type(value) in (tuple, list):
+        return type(value)(_plain(item) for item in value)
+    if type(value) is dict:
+        return {key: _plain(item) for key, item in value.items()}
     if getattr(value, "ndim", None) == 0 and hasattr(
         value, "item"
     ):  # NumPy's scalars, 0-d arrays and tensors
@@ -236,6 +240,10 @@ def short(value: Any) -> str:
 def _in_a_word(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape}, {value.dtype}"
+    if inspect.isroutine(value):  # a method's repr is that of its object, a function's an address
+        return value.__name__
+    if isinstance(value, ModelConfig):  # twenty fields, where the name says which
+        return value.name
     return repr(value)
 
 

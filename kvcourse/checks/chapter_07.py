@@ -36,7 +36,6 @@ def append_growing(run: Run) -> str | None:
         if not isinstance(got, (tuple, list)) or len(got) != 2:
             return f"{where}: return two things, rows and bytes_copied, not {short(got)}"
         rows, count = got
-        count = count.item() if isinstance(count, np.number) else count  # of a list nobody has unpacked it
         mistake = _rows_mistake(rows, np.concatenate(passes)) or _count_mistake(count, sizes, capacity)
         if mistake:
             return f"{where}: {mistake}"

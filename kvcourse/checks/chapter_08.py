@@ -121,7 +121,8 @@ def figure_under(claim, reading):
 @exercise(
     "08.audits",
     right=(
-        "A holds with 1K = 1,024, B divides MiB by 1,000 where a GiB has 1,024, and C is right as it stands. "
+        "A holds with 1K = 1,024 (1,000 MiB to the GiB is the same sum there: 40,000 MiB), B divides MiB by "
+        "1,000 where a GiB has 1,024, and C is right as it stands. "
         "Not every figure that you check is wrong."
     ),
     todo="return the three pairs, then run this cell again",

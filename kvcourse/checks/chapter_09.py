@@ -1,18 +1,18 @@
 """The exercise of chapter 09."""
 
-import numpy as np
-
 from kvcourse import config
 from kvcourse.checks import Run, exercise, is_number, short
 
 # Model, bytes of its weights, cached tokens of each request, bytes per number. The third comes out even in
-# both answers; in the fourth, head_dim is not the width divided by the heads.
+# both answers; in the fourth, head_dim is not the width divided by the heads; in the last, one byte more
+# than 20 requests shows who rounds before the last division.
 CASES = (
     ("llama-3.1-8b", 16_000_000_000, 2300, 2),
     ("gpt2", 494_600_000, 300, 4),
     ("llama-3.1-8b", 2**34, 2048, 2),
     ("qwen3-4b", 8_000_000_000, 1000, 1),
     ("llama-2-7b", 13_480_000_000, 4000, 2),
+    ("gpt2", 20 * 300 * 73_728 + 1, 300, 4),
 )
 BOOK_STEP_BYTES = 7e-3 * 3.35e12  # what an H100 could move in the book's 7 ms
 
@@ -78,8 +78,6 @@ def doubling_context(run: Run) -> str | None:
         got = run(config.lookup(name), weights, context, bytes_per_number=number)
         if not isinstance(got, (tuple, list)) or len(got) != 2:
             return f"return two numbers, tokens and requests, not {short(got)}"
-        # Of a list nobody has unpacked NumPy's numbers yet.
-        got = [value.item() if isinstance(value, np.number) else value for value in got]
         if not all(is_number(value) for value in got):
             return f"both must be numbers, got {short(got[0])} and {short(got[1])}"
         answers.append(tuple(got))
@@ -99,15 +97,15 @@ def _right(name, weights, context, number):
 def _wrong_bytes(answers):
     """The line for answers that are one and the same wrong division in every case, however rounded."""
     if all(got == _right(*case)[::-1] for got, case in zip(answers, CASES, strict=True)):
-        return "tokens first, then requests: yours are the other way round"
+        return "tokens first, then requests: yours are the other way around"
     for wrong_row, line in WRONG_ROWS:
         if all(_near(got, case, wrong_row) for got, case in zip(answers, CASES, strict=True)):
             return line
     name, _, _, number = CASES[0]
     if abs(answers[0][0] - BOOK_STEP_BYTES / _row(config.lookup(name), number)) <= 1:
         return (
-            "that is where the 7 ms of the book's step double. They hold a fixed part that moves no bytes: "
-            "divide the bytes of the weights, not a time"
+            "that is where the 7 ms of the book's step double, which are longer than reading the weights "
+            "takes at best: divide the bytes of the weights, not a time"
         )
     return None
 
@@ -132,6 +130,8 @@ def _wrong_number(got, case):
             f"{exact[0]:,.0f} tokens, and {exact[1]:,.0f} requests, are exactly as many bytes as the "
             f"weights: do not add one where the division comes out even"
         )
+    if (tokens, got[1]) == (0, -(-(weights // row) // context)):
+        return "the requests are rounded down on the way: divide the bytes once, and round up last"
     if {tokens, requests} <= {0, -1}:
         return (
             f"with {got[0]:,} tokens, or {got[1]:,} requests, the caches are still a little smaller than the "

@@ -8,6 +8,7 @@ from kvcourse.checks import Run, exercise, is_number, short
 
 # Seconds of the pretended device. Each count of repeats makes every mistake another number.
 LAUNCH, FIRST, EACH, BUSY = 10e-6, 700e-6, 100e-6, 5e-3
+LOOK = 10e-6  # of the CPU, for a look whether an event has passed
 REPEATS = (10, 4)
 TOLERANCE = 1e-9  # the clock below adds up a few dozen numbers: nothing else is rounded
 
@@ -16,18 +17,30 @@ class PretendedEvent:
     """What `PretendedStream.record` returns."""
 
     def __init__(self, stream, time):
-        self._stream, self._time = stream, time
+        self._stream, self._time, self._place = stream, time, len(stream.log)
+
+    def __repr__(self):
+        return "event"
+
+    @property
+    def _reached(self):
+        return self._stream.now >= self._time
 
     @property
     def passed(self):
-        return self._stream.now >= self._time
+        # Who looks again and again waits too. Without a moment for each look that would never end.
+        if not self._reached:
+            self._stream.wait_until(min(self._time, self._stream.now + LOOK))
+            return False
+        return True
 
     def synchronize(self):
         self._stream.wait_until(self._time)
 
     def seconds_since(self, earlier):
-        if not (self.passed and earlier.passed):
+        if not (self._reached and earlier._reached):
             raise RuntimeError("the device has not reached this event yet: synchronize first, then read it")
+        self._stream.readings += [earlier._place, self._place]
         return self._time - earlier._time
 
 
@@ -35,22 +48,26 @@ class PretendedStream:
     """`kv.streams.Stream` without a clock of its own: time is a number that launches and waits move.
 
     A launch takes the CPU `LAUNCH`. A piece of work takes the device `EACH`, the first one `FIRST`, and
-    work from before keeps it busy for `BUSY`. `log` holds what the reader's function did.
+    work from before keeps it busy for `BUSY`. `log` holds the work it did and the looks at the clock,
+    `readings` the places in it at which a time was taken: the clock's, and those of events that were read.
     """
 
     def __init__(self):
-        self.now, self._free, self.log = 0.0, BUSY, []
+        self.now, self._free, self.log, self.readings = 0.0, BUSY, [], []
         self._spent, self._launching, self._done = 0.0, False, 0
+
+    def __repr__(self):
+        return "stream"
 
     def clock(self):
         """The CPU's clock, to be handed over."""
+        self.readings.append(len(self.log))
         self.log.append(("clock", self._free > self.now))
         return self.now
 
     def work(self):
         """The piece of work, to be launched."""
-        if not self._launching:
-            self.log.append(("direct", None))
+        self.log.append(("work" if self._launching else "direct", None))
         self._spent += EACH if self._done else FIRST
         self._done += 1
 
@@ -59,7 +76,6 @@ class PretendedStream:
             raise TypeError(
                 f"launch takes a function, got {type(work).__name__}: launch(work), not launch(work())"
             )
-        self.log.append(("launch", None))
         self.now += LAUNCH
         self._spent, self._launching = 0.0, True
         work(*args)
@@ -67,14 +83,12 @@ class PretendedStream:
         self._free = max(self.now, self._free) + self._spent
 
     def record(self):
-        self.log.append(("record", None))
         return PretendedEvent(self, max(self.now, self._free))
 
     def synchronize(self):
         self.wait_until(self._free)
 
     def wait_until(self, time):
-        self.log.append(("wait", None))
         self.now = max(self.now, time)
 
 
@@ -90,64 +104,61 @@ def seconds_per_call(run: Run) -> str | None:
         got = run(stream, stream.work, repeats, stream.clock)
         if not is_number(got):
             return f"the result is {short(got)}, not seconds as one number"
-        mistake = _timing_mistake(got, repeats, stream.log)
+        mistake = _timing_mistake(got, repeats, stream)
         if mistake:
             return mistake
     return None
 
 
-def _timing_mistake(got, repeats, log):
-    acts = [act for act, _ in log]
+def _timing_mistake(got, repeats, stream):
+    acts = [act for act, _ in stream.log]
     if "direct" in acts:
         return "you called work() yourself, so the CPU did it: hand it over with stream.launch(work)"
-    if "launch" not in acts:
+    if "work" not in acts:
         return "nothing was launched: stream.launch(work), `repeats` times between two readings"
-    if not {"clock", "record"} & set(acts):
+    if not stream.readings:
         return "neither clock() nor an event was read: another clock knows nothing of this device"
-    # Right: the work alone (events), or with the one launch that nothing hides (clock).
+    timed = acts[min(stream.readings) : max(stream.readings)].count("work")
+    # Right: the work alone (events), or with the one launch that nothing hides (clock). A number can be
+    # right by accident: all the work has to stand between the readings too.
     if EACH - TOLERANCE <= got <= EACH + LAUNCH / repeats + TOLERANCE:
-        return _waits_within(acts, repeats)
+        return _wrong_count(timed, repeats) if timed < repeats else None
     if math.isclose(got, LAUNCH, rel_tol=1e-6):
         return (
             f"{got * 1e6:.0f} µs is what a launch takes the CPU: at your second reading the device was "
             "still working. Synchronize before it"
         )
-    return _other_timing_mistake(got, repeats, log, acts)
+    return _other_timing_mistake(got, repeats, stream.log, timed)
 
 
-def _waits_within(acts, repeats):
-    """Waiting after every launch is another measurement, even where the number is close (events)."""
-    waits = sum(a == "wait" and "launch" in acts[k:] and "launch" in acts[:k] for k, a in enumerate(acts))
-    return _EVERY_LAUNCH if waits >= repeats > 1 else None
+def _wrong_count(timed, repeats):
+    stand = f"stands {timed} launch" if timed == 1 else f"stand {timed} launches"
+    return (
+        f"between your readings {stand}, not {repeats}: launch once before the first "
+        "reading, then time `repeats` more"
+    )
 
 
-_EVERY_LAUNCH = (
-    "you wait after every launch: then launch and work come one after the other, "
-    f"{(LAUNCH + EACH) * 1e6:.0f} µs together. Launch all `repeats` first, wait once"
-)
-
-
-def _other_timing_mistake(got, repeats, log, acts):
-    if acts.count("clock") > 1 and log[acts.index("clock")][1]:
+def _other_timing_mistake(got, repeats, log, timed):
+    clocks = [busy for act, busy in log if act == "clock"]
+    if len(clocks) > 1 and clocks[0]:
         return (
             "at your first reading the device was still busy with earlier work, and your time includes that: "
             "synchronize before the first reading"
         )
-    timed = _launches_between_readings(acts)
     if 0 < timed != repeats:
-        stand = f"stands {timed} launch" if timed == 1 else f"stand {timed} launches"
-        return (
-            f"between your readings {stand}, not {repeats}: launch once before the first "
-            "reading, then time `repeats` more"
-        )
+        return _wrong_count(timed, repeats)
     if math.isclose(got, LAUNCH + EACH, rel_tol=1e-6):
-        return _EVERY_LAUNCH
+        return (
+            "you wait after every launch: then launch and work come one after the other, "
+            f"{(LAUNCH + EACH) * 1e6:.0f} µs together. Launch all `repeats` first, wait once"
+        )
     for unit, line in ((1e3, "milliseconds"), (1e6, "microseconds")):
         if EACH - TOLERANCE <= got / unit <= EACH + LAUNCH + TOLERANCE:
             return f"{got:.6g} looks like {line}: give seconds"
     if EACH - TOLERANCE <= got / repeats <= EACH + LAUNCH / repeats + TOLERANCE:
         return f"{got:.6g} s are all {repeats} calls together: divide by repeats"
-    if acts.count("launch") == repeats:
+    if [act for act, _ in log].count("work") == repeats:
         return (
             "the first call on a device is slower (it loads the kernel), and it is within your time: launch "
             "once, synchronize, and only then start"
@@ -157,12 +168,6 @@ def _other_timing_mistake(got, repeats, log, acts):
     return (
         f"{got * 1e6:,.1f} µs a call; the device needs {EACH * 1e6:.0f} µs for each, after a slower first one"
     )
-
-
-def _launches_between_readings(acts):
-    """Launches after the first reading, by clock or event, and before the last one."""
-    readings = [k for k, act in enumerate(acts) if act in ("clock", "record")]
-    return acts[readings[0] : readings[-1]].count("launch")
 
 
 # --- FLOP per byte -----------------------------------------------------------------------

@@ -142,12 +142,13 @@ def planner_figure(data):
     """One stacked bar of what a plan takes, in GB, and the end of the card as a line."""
     figure = look.new_figure("memory (GB)", "", height=230, grid=False)
     plan, placed = data["plan"], data["placed"]
+    fit, left_out = _count(placed, "cache"), _count(plan.users - placed, "cache")
     parts = (
         ("weights", "weights:", look.WEIGHTS, "", look.INK),
         ("kept", "kept free:", look.MASKED, look.HATCH, look.INK),
         ("shared", "shared prefix:", look.CACHES, "", look.INK),
-        ("caches", f"{_caches(placed)}:", look.CACHES, look.HATCH, WHITE),
-        ("no_room", f"{_caches(plan.users - placed)}, no room:", look.WRONG, look.CROSS_HATCH, look.INK),
+        ("caches", f"{fit}:", look.CACHES, look.HATCH, WHITE),
+        ("no_room", f"{left_out}, no room:", look.WRONG, look.CROSS_HATCH, look.INK),
     )
     start = 0
     for key, name, color, pattern, lines in parts:
@@ -173,8 +174,8 @@ def planner_figure(data):
     return figure.update_yaxes(showticklabels=False, ticks="", range=[-1.1, 0.6], showline=False)
 
 
-def _caches(count):
-    return f"{count:,} cache{'s' * (count != 1)}"
+def _count(number, noun):
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _bar(sizes, start, name, color, pattern, lines):
@@ -201,15 +202,16 @@ def planner_text(data):
     card = f"{_gb(plan.memory_bytes)} ({plan.memory_bytes / GIB:,.2f} GiB)"
     weights, kept = _gb(plan.weight_bytes), _gb(plan.kept_bytes)
     fixed = f"{plan.config.name}: weights {weights}, {kept} kept free, card {card}. "
-    request = f"{plan.users:,} request{'s' * (plan.users != 1)} of {plan.context:,} tokens"
+    request = f"{_count(plan.users, 'request')} of {_count(plan.context, 'token')}"
     fit = plan.requests_that_fit
     if plan.free_bytes < 0:
         said = f"Weights and kept memory alone exceed the card by {_gb(-plan.free_bytes)}: no request fits. "
     elif plan.fits:
-        said = f"{request} take {_gb(plan.cache_bytes)} and fit; at most {fit:,} would."
+        take, fit_too = ("takes", "fits") if plan.users == 1 else ("take", "fit")
+        said = f"{request} {take} {_gb(plan.cache_bytes)} and {fit_too}; at most {fit:,} would."
     else:
-        need = _gb(plan.cache_bytes)
-        said = f"{request} would take {need}, and {_gb(plan.free_bytes)} are left: {fit:,} fit. "
+        need, left = _gb(plan.cache_bytes), _gb(plan.free_bytes)
+        said = f"{request} would take {need}, and {left} are left: {fit:,} {'fits' if fit == 1 else 'fit'}. "
     return fixed + said + _advice(plan, data["changes"]) + _limit(plan)
 
 
@@ -217,13 +219,13 @@ def _advice(plan, changes):
     if plan.fits:
         return ""
     words = {
-        "users": "{:,} users",
-        "context": "requests of {:,} tokens",
-        "cache_dtype": "the cache in {}",
-        "weights": "the weights in {}",
-        "memory": "another card: {}",
+        "users": lambda value: _count(value, "user"),
+        "context": lambda value: f"requests of {_count(value, 'token')}",
+        "cache_dtype": lambda value: f"the cache in {value}",
+        "weights": lambda value: f"the weights in {value}",
+        "memory": lambda value: f"another card: {value}",
     }
-    found = [words[field].format(value) for field, value in changes.items()]
+    found = [words[field](value) for field, value in changes.items()]
     if not found:
         return "No single change here is enough: several cards, or a smaller model."
     return f"One of these is enough: {'; '.join(found)}."
@@ -233,7 +235,7 @@ def _limit(plan):
     limit = plan.config.max_seq_len
     if plan.context <= limit:
         return ""
-    return f" But {plan.config.name} was made for {limit:,} tokens."
+    return f" But {plan.config.name} was made for {_count(limit, 'token')}."
 
 
 def _gb(count):

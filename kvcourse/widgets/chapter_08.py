@@ -15,10 +15,15 @@ FIRST = sizing.Plan()
 def planner_panel(*models) -> Panel:
     """Model, card, formats, context, users, shared prefix: what fits, and what to change.
 
-    ``models`` are ModelConfigs of the reader's own, listed before the catalogue's.
+    ``models`` are ModelConfigs of the reader's own, listed before the catalogue's; one that is called like
+    a model of the catalogue takes its place. The panel starts with the first of them. Raises ValueError for
+    an empty name, and for a name that two of them have.
     """
-    own = {model.name: model for model in models}
-    controls = _controls([*own, *configs.catalogue()])
+    names = [model.name for model in models]
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"models are told apart by their names, got {names}: give each one of its own")
+    own = dict(zip(names, models, strict=True))
+    controls = _controls([*own, *(name for name in configs.catalogue() if name not in own)], *names[:1])
 
     def plan_of(**values):
         return sizing.Plan(**values | {"model": own.get(values["model"], values["model"])})
@@ -42,7 +47,7 @@ def planner_panel(*models) -> Panel:
     )
 
 
-def _controls(models):
+def _controls(models, first=FIRST.model):
     def choice(options, value, label):
         return ipywidgets.Dropdown(options=list(options), value=value, description=label)
 
@@ -51,7 +56,7 @@ def _controls(models):
 
     cards = [key for key, device in sizing.devices().items() if device.memory_bytes]
     return {
-        "model": choice(models, models[0] if models[0] not in configs.catalogue() else FIRST.model, "model"),
+        "model": choice(models, first, "model"),
         "memory": choice([*cards, "80 GB", "80 GiB"], FIRST.memory, "card"),
         "weights": choice([*figures.FORMATS, "16 GB"], FIRST.weights, "weights in"),
         "cache_dtype": choice(figures.FORMATS, FIRST.cache_dtype, "cache in"),

@@ -5,6 +5,7 @@ import json
 import time
 
 import ipywidgets
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -327,6 +328,38 @@ def test_a_model_of_the_readers_own():
     assert panel.restore(line).startswith("my-model: weights 0.00 GB")
 
 
+def test_a_model_of_the_readers_own_called_like_one_of_the_catalogue():
+    mine = kv.ModelConfig("gpt2", "llama", 4, 8, 2, 16, 64, 128, 100, 1000)
+    panel = widgets.planner_panel(mine)
+    assert panel.values["model"] == "gpt2" and panel.controls["model"].options.count("gpt2") == 1
+    # 4 layers of 2 KV heads of 16 numbers, key and value, 2 bytes each: 512 B a token
+    own_cache = "1 request of 1,000 tokens takes 0.00 GB"
+    assert own_cache in panel.set(users=1, context=1000)  # the catalogue's: 36.9 MB
+    panel.set(model="smollm2-135m")
+    assert own_cache in panel.set(model="gpt2")
+
+
+@pytest.mark.parametrize("names", [("twice", "twice"), ("",)])
+def test_models_that_no_name_tells_apart(names):
+    with pytest.raises(ValueError, match="models are told apart by their names"):
+        widgets.planner_panel(
+            *(kv.ModelConfig(name, "llama", 4, 8, 2, 16, 64, 128, 100, 1000) for name in names)
+        )
+
+
+def test_sentences_with_one_of_a_thing():
+    def said(**given):
+        return figures.planner_text(figures.planner(Plan(**given)))
+
+    assert "1 request of 1 token takes 0.00 GB and fits; at most " in said(users=1, context=1)
+    # 131,072 B a token: 0.5 GB hold one request of 3,000 tokens, 0.39 GB, and 1,907 tokens of two
+    text = said(memory="20.5 GB", weights="16 GB", users=2, context=3000)
+    assert "2 requests of 3,000 tokens would take 0.79 GB, and 0.50 GB are left: 1 fits. " in text
+    assert "One of these is enough: 1 user; requests of 1,907 tokens; " in text
+    text = said(memory="20.1 GB", weights="16 GB", users=762, context=2)
+    assert "; requests of 1 token; " in text
+
+
 # --- the exercises ----------------------------------------------------------------------------
 
 
@@ -372,3 +405,18 @@ def test_a_figure_may_have_more_or_fewer_digits(figure):
     right = solutions().audits() | {"A": (figure, "1K is 1,024")}
     verdict = checks.verdict("08.audits", lambda: right)
     assert verdict.status == (checks.RIGHT if figure != 39 else checks.WRONG)
+
+
+def test_either_reading_of_claim_a_is_right_and_the_verdict_says_so():
+    for reading in ("1K is 1,024", "1,000 MiB to the GiB"):
+        verdict = checks.verdict("08.audits", lambda r=reading: solutions().audits() | {"A": (39.06, r)})
+        assert verdict.status == checks.RIGHT and 128_000 * 320 / 1024 == 40_000
+        assert "A holds with 1K = 1,024 (1,000 MiB to the GiB is the same sum" in verdict.message
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, np.array])
+def test_figures_may_be_numpys(number):
+    def audits():
+        return {claim: (number(figure), reading) for claim, (figure, reading) in solutions().audits().items()}
+
+    assert checks.verdict("08.audits", audits).status == checks.RIGHT

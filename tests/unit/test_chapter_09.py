@@ -384,6 +384,7 @@ def test_the_checks_own_cases_by_hand():
     assert solution()(LLAMA, 16_000_000_000, 2300) == (122_071, 54)
     assert check._right(*check.CASES[0]) == (122_071, 54)
     assert check._right(*check.CASES[2]) == (131_072, 64)  # 16 GiB over 128 KiB: comes out even
+    assert check._right(*check.CASES[5]) == (6001, 21)  # 20 requests of 300 rows, and one byte
     assert check._right(*check.CASES[3]) == (108_507, 109)  # 36 layers, 8 heads of 128, 1 byte: 73,728 a row
 
 

@@ -362,9 +362,78 @@ def timed(before=True, idle=True, inside=False, after=True, scale=1.0, more=0):
     return function
 
 
-@pytest.mark.parametrize("function", [right_by_events, timed()])
-def test_both_right_ways_pass(function):
+def warm_up_that_waits(timing):
+    def function(stream, work, repeats, clock):
+        for _ in range(repeats):
+            stream.launch(work)
+            stream.record().synchronize()
+        return timing(stream, work, repeats, clock)
+
+    return function
+
+
+def right_by_polling(stream, work, repeats, clock):
+    stream.launch(work)
+    event = stream.record()
+    while not event.passed:
+        pass
+    first = stream.record()
+    for _ in range(repeats):
+        stream.launch(work)
+    last = stream.record()
+    while not last.passed:
+        pass
+    return last.seconds_since(first) / repeats
+
+
+def all_work_in_one_launch(stream, work, repeats, clock):
+    stream.launch(work)
+    stream.synchronize()
+    start = clock()
+    stream.launch(lambda: [work() for _ in range(repeats)])
+    stream.synchronize()
+    return (clock() - start) / repeats
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        right_by_events,
+        timed(),
+        warm_up_that_waits(right_by_events),
+        warm_up_that_waits(timed()),
+        right_by_polling,
+        all_work_in_one_launch,
+    ],
+)
+def test_right_ways_pass(function):
     assert checks.verdict("c.seconds_per_call", function).status == "right"
+
+
+def timed_once(stream, work, repeats, clock):
+    stream.launch(work)
+    stream.synchronize()
+    start = clock()
+    stream.launch(work)
+    stream.synchronize()
+    return clock() - start
+
+
+def once_by_events(stream, work, repeats, clock):
+    stream.launch(work)
+    first = stream.record()
+    stream.launch(work)
+    last = stream.record()
+    last.synchronize()
+    return last.seconds_since(first)
+
+
+def known_before(stream, work, repeats, clock):
+    clock()
+    stream.launch(work)
+    stream.synchronize()
+    stream.record()
+    return 1e-4
 
 
 def events_with_a_wait_each(stream, work, repeats, clock):
@@ -401,6 +470,9 @@ def both_readings_at_the_end(stream, work, repeats, clock):
         (timed(before=False), "the first call on a device is slower"),
         (timed(more=-1), "between your readings stand 9 launches, not 10"),
         (timed(more=1), "between your readings stand 11 launches, not 10"),
+        (timed_once, "between your readings stands 1 launch, not 10"),
+        (once_by_events, "between your readings stands 1 launch, not 10"),
+        (known_before, "between your readings stand 0 launches, not 10"),
         (timed(inside=True), "you wait after every launch"),
         (events_with_a_wait_each, "you wait after every launch"),
         (timed(scale=1e3), "looks like milliseconds"),
@@ -424,15 +496,21 @@ def test_the_pretended_stream_behaves_as_the_real_one():
     """Same order of things: nothing done before a wait, and a wait ends when the work does."""
     stream = exercise.PretendedStream()
     event = stream.record()
-    assert not event.passed and stream.now == 0
+    assert stream.now == 0 and not event.passed
+    assert stream.now == exercise.LOOK  # so that who looks until it has passed comes to an end
     stream.launch(stream.work)
-    assert stream.now == exercise.LAUNCH and not event.passed
+    assert stream.now == exercise.LOOK + exercise.LAUNCH and not event.passed
     stream.synchronize()
     assert event.passed and stream.now == exercise.BUSY + exercise.FIRST
     stream.launch(stream.work)
     last = stream.record()
     last.synchronize()
     assert last.seconds_since(event) == pytest.approx(exercise.FIRST + exercise.LAUNCH + exercise.EACH)
+
+
+def test_an_error_names_what_the_function_was_called_with():
+    said = checks.verdict("c.seconds_per_call", lambda *given: 1 / 0).message
+    assert said.endswith("division by zero (called with stream, work, 10, clock)")
 
 
 @pytest.mark.parametrize(

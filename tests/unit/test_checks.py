@@ -9,6 +9,7 @@ import kvcourse.checks.chapter_01  # noqa: F401
 import kvcourse.checks.chapter_a  # noqa: F401
 from kvcourse import checks, progress
 from kvcourse.checks import Run, Verdict, check, exercise, find, short, verdict
+from kvcourse.config import lookup
 
 # The registry is the package's; these names belong to a chapter that does not exist.
 NAME = "test.largest"
@@ -137,6 +138,30 @@ def test_a_value_the_check_cannot_use_is_shown():
     outcome = verdict(NAME, lambda values, axis: good(values, axis) if axis == 1 else "three")
     assert outcome.status == "wrong"
     assert "your function returned 'three' (str), which this check cannot use (TypeError" in outcome.message
+
+
+@pytest.mark.parametrize("number", [np.float64(3), np.array(3.0), np.int64(3)])
+def test_numpys_numbers_within_a_container_come_as_pythons(monkeypatch, number):
+    seen = []
+    monkeypatch.setattr(checks, "_EXERCISES", dict(checks._EXERCISES))
+
+    @exercise("test.container", right="kept")
+    def container(run: Run):
+        seen.append(run())
+
+    assert verdict("test.container", lambda: {"A": [(number, "words")]}).status == "right"
+    assert seen == [{"A": [(3, "words")]}] and type(seen[0]["A"][0][0]) in (int, float)
+
+
+def test_functions_and_models_are_called_by_their_names(monkeypatch):
+    monkeypatch.setattr(checks, "_EXERCISES", dict(checks._EXERCISES))
+
+    @exercise("test.called", right="kept")
+    def called(run: Run):
+        run(lookup("llama-3.1-8b"), good, [].append)
+
+    message = verdict("test.called", lambda *given: 1 / 0).message
+    assert message.endswith("division by zero (called with llama-3.1-8b, good, append)")
 
 
 def test_a_called_function_is_not_a_function():

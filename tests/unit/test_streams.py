@@ -118,6 +118,44 @@ def test_work_that_waits_for_its_own_stream_is_refused():
         stream.synchronize()
 
 
+def test_work_that_waits_for_an_event_of_its_own_stream_is_refused():
+    stream, gate, events = Stream(), threading.Event(), []
+    stream.launch(gate.wait, PATIENCE)
+    stream.launch(lambda: events[0].synchronize())
+    events.append(stream.record())
+    gate.set()
+    with pytest.raises(RuntimeError, match="would wait for itself"):
+        stream.synchronize()
+    stream.launch(events[0].synchronize)  # passed by now: nothing to wait for
+    stream.synchronize()
+
+
+def test_a_clock_that_fails_is_an_error_of_the_stream_and_nobody_hangs():
+    stream = Stream(clock=lambda: 1 / 0)
+    first, second = stream.record(), stream.record()
+    second.synchronize()
+    with pytest.raises(RuntimeError, match="the clock failed at this event"):
+        second.seconds_since(first)
+    with pytest.raises(ZeroDivisionError):
+        stream.synchronize()
+
+
+def test_a_clock_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="clock takes a function that gives seconds, got NoneType"):
+        Stream(clock=None)
+
+
+def test_the_thread_of_a_dropped_stream_does_its_work_and_ends():
+    stream, done, device = Stream(), [], []
+    stream.launch(lambda: device.append(threading.current_thread()))
+    stream.synchronize()
+    stream.launch(done.append, "last")
+    del stream
+    gc.collect()
+    device[0].join(PATIENCE)
+    assert not device[0].is_alive() and done == ["last"]
+
+
 def test_two_streams_run_side_by_side_and_an_event_orders_them():
     one, other, gate, order = Stream(), Stream(), threading.Event(), []
     one.launch(gate.wait, PATIENCE)

@@ -58,6 +58,11 @@ def _rounds_down(config, weight_bytes, context, bytes_per_number=2):
     return _both(weight_bytes, context, _row(config, bytes_per_number), math.floor)
 
 
+def _rounds_on_the_way(config, weight_bytes, context, bytes_per_number=2):
+    row = _row(config, bytes_per_number)
+    return math.ceil(weight_bytes / row), math.ceil((weight_bytes // row) / context)
+
+
 def _adds_one(config, weight_bytes, context, bytes_per_number=2):
     return _both(weight_bytes, context, _row(config, bytes_per_number), lambda value: math.floor(value) + 1)
 
@@ -92,6 +97,7 @@ WRONG = {
         (_divided_head_dim, "take config.head_dim"),
         (_of_seven_milliseconds, "where the 7 ms of the book's step double"),
         (_rounds_down, "still a little smaller than the weights: round up"),
+        (_rounds_on_the_way, "the requests are rounded down on the way"),
         (_adds_one, "do not add one where the division comes out even"),
         (_does_not_round, "half a token cannot be cached"),
         (_other_way_round, "tokens first, then requests"),

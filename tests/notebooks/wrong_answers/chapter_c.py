@@ -58,6 +58,22 @@ def _first_call_among_the_repeats(stream, work, repeats, clock):
     return (clock() - start) / repeats
 
 
+def _once(stream, work, repeats, clock):
+    stream.launch(work)
+    stream.synchronize()
+    start = clock()
+    stream.launch(work)
+    stream.synchronize()
+    return clock() - start
+
+
+def _known_before(stream, work, repeats, clock):
+    clock()
+    stream.launch(work)
+    stream.synchronize()
+    return 1e-4
+
+
 def _by_the_cpu(stream, work, repeats, clock):
     start = clock()
     for _ in range(repeats):
@@ -89,6 +105,8 @@ WRONG = {
         (_with_the_first_call, "the first call on a device is slower"),
         (_not_divided, "divide by repeats"),
         (_first_call_among_the_repeats, "9 launches, not 10"),
+        (_once, "between your readings stands 1 launch, not 10"),
+        (_known_before, "between your readings stand 0 launches"),
         (_by_the_cpu, "you called work() yourself"),
     ],
     "c.arithmetic_intensity": [
