@@ -138,6 +138,10 @@ def test_a_clock_that_fails_is_an_error_of_the_stream_and_nobody_hangs():
         second.seconds_since(first)
     with pytest.raises(ZeroDivisionError):
         stream.synchronize()
+    stream = Stream(clock=lambda: 1 / 0)
+    stream.launch(lambda: [][1])
+    with pytest.raises(IndexError):  # the first error, though the clock failed after it
+        stream.synchronize()
 
 
 def test_a_clock_that_is_no_function_is_refused():
