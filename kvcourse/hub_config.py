@@ -60,8 +60,8 @@ class _Fields:
 
     def size(self, key, default=None, least=1):
         value = self.get(key, default)
-        if value is None and key not in self.described:
-            raise ValueError(f"{self.name}: config.json lacks {key}: is it a whole config.json?")
+        if value is None:
+            self.stated(key)
         if type(value) is not int or value < least:  # isinstance would let True pass
             raise ValueError(
                 f"{self.name}: {key} is {value!r}: it must be a whole number of at least {least}"

@@ -102,6 +102,18 @@ def format_seconds(seconds):
     return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
+def disturbed_line(reasons, noun):
+    """Empty, or one line on disturbed measurements: "disturbed, do not quote (2 of 9 calls): at 250 …".
+
+    reasons  [(what was measured, why it was disturbed or "")], in order
+    noun     what they are, in the plural
+    """
+    found = [f"at {what} {why}" for what, why in reasons if why]
+    if not found:
+        return ""
+    return f"disturbed, do not quote ({len(found)} of {len(reasons)} {noun}): {found[0]}"
+
+
 # --- was it disturbed? -------------------------------------------------------------
 
 

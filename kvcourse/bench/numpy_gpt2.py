@@ -58,16 +58,21 @@ ROWS = {
 
 def add_arguments(parser):
     """The options of `kvcourse bench numpy`."""
+    add_common_arguments(parser, "threads of NumPy and PyTorch (default: NumPy's)", "numpy-<processor>")
+
+
+def add_common_arguments(parser, threads, file):
+    """Options of every bench: threads is that option's help, file the recorded run's name without .json."""
     parser.add_argument("--quick", action="store_true", help="a tiny shape and two repeats: tests the bench")
     parser.add_argument("--repeats", type=count, default=7, help="calls timed (default: %(default)s)")
-    parser.add_argument("--threads", type=count, help="threads of NumPy and PyTorch (default: NumPy's)")
+    parser.add_argument("--threads", type=count, help=threads)
     parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
     parser.add_argument(
         "--out",
         nargs="?",
         const="",
         metavar="FILE",
-        help="keep the run as a JSON file (default: data/measurements/numpy-<processor>.json)",
+        help=f"keep the run as a JSON file (default: data/measurements/{file}.json)",
     )
 
 

@@ -1,6 +1,6 @@
 """Times batched decode in PyTorch at the shape of GPT-2 124M, on a CPU or a CUDA device.
 
-A step at batch sizes 1, 2, 4 … behind 512 and 4,096 tokens, in each dtype, eager and (on CUDA)
+A step at batch sizes 1, 2, 4 … after 512 and 4,096 tokens, in each dtype, eager and (on CUDA)
 as a graph, beside the replay of its matrix products and the bytes it must read. Then the
 transformers library (where installed) on the same weights, the answers of a ragged batch
 against single runs and the NumPy model, and recovery from out-of-memory. A block that other
@@ -21,7 +21,7 @@ import torch
 
 from kvcourse import measure, paths
 from kvcourse.bench import numpy_gpt2, transformers_gpt2
-from kvcourse.bench.numpy_gpt2 import ATTEMPTS, PAUSE_SECONDS, UNSET, clean_environment, count
+from kvcourse.bench.numpy_gpt2 import ATTEMPTS, PAUSE_SECONDS, UNSET, clean_environment
 from kvcourse.bench.replay import TorchStepProducts
 from kvcourse.cli import CommandError
 from kvcourse.loading import load_model, random_model
@@ -61,17 +61,8 @@ LIMITS = (  # (label, key of the ratio, limit or None)
 def add_arguments(parser):
     """The options of `kvcourse bench torch`."""
     parser.add_argument("--device", choices=sorted(DTYPES), help="default: cuda where there is one")
-    parser.add_argument("--quick", action="store_true", help="a tiny shape and two repeats: tests the bench")
-    parser.add_argument("--repeats", type=count, default=7, help="calls timed (default: %(default)s)")
-    parser.add_argument("--threads", type=count, help="threads of PyTorch on a CPU (default: its own choice)")
-    parser.add_argument("--no-transformers", action="store_true", help="leave transformers out")
-    parser.add_argument(
-        "--out",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="keep the run as a JSON file (default: data/measurements/torch-<device>.json)",
-    )
+    threads = "threads of PyTorch on a CPU (default: its own choice)"
+    numpy_gpt2.add_common_arguments(parser, threads, "torch-<device>")
 
 
 def main(args):
@@ -297,7 +288,7 @@ class _Bench:
                 self.launches[mode] = {"kernels": profiled.kernels, "calls": profiled.calls}
 
     def transformers(self):
-        """Batch 8 behind the shorter context, each storage with the faster of the peer's attentions."""
+        """Batch 8 after the shorter context, each storage with the faster of the peer's attentions."""
         if not transformers_gpt2.available():
             self.notes.append("transformers left out: not installed (requirements-test.lock has it)")
             return

@@ -63,7 +63,7 @@ class TransformersGPT2:
         return call
 
     def cached_step(self, ids, storage="dynamic", attention="sdpa"):
-        """A call that computes logits (1, vocab_size) of the last id behind the others, held in a cache.
+        """A call that computes logits (1, vocab_size) of the last id after the others, held in a cache.
 
         The cache is cropped after each call, so that each finds the same tokens. `storage`
         "dynamic" is the library's default cache, which grows by concatenation; "static" its
@@ -74,7 +74,7 @@ class TransformersGPT2:
 
     def batched_step(self, prompts, storage="dynamic", attention="sdpa", max_seq_len=None):
         """A call that computes logits (B, vocab_size), a tensor on the device, of the last id of each of
-        B prompts of one length behind its others, held in a cache that is cropped after each call.
+        B prompts of one length after its others, held in a cache that is cropped after each call.
 
         max_seq_len  of a "static" cache (default: the model's positions)
         """

@@ -163,19 +163,15 @@ def loops_figure(data):
     )
     figure.update_layout(
         xaxis={"domain": [0, 0.43]},
-        xaxis2={**_like(figure.layout.template, "xaxis"), "domain": [0.57, 1], "anchor": "y2"},
+        xaxis2={**look.axis_like(figure, "xaxis"), "domain": [0.57, 1], "anchor": "y2"},
         yaxis={"rangemode": "tozero"},
-        yaxis2={**_like(figure.layout.template, "yaxis"), "anchor": "x2", "rangemode": "tozero"},
+        yaxis2={**look.axis_like(figure, "yaxis"), "anchor": "x2", "rangemode": "tozero"},
     )
     figure.layout.xaxis2.title.text = "new tokens written"
     figure.layout.yaxis2.title.text = "time until then (s), estimated"
     figure.update_xaxes(tickformat=",")  # without it plotly writes 4,000 beside 14k
     figure.update_yaxes(tickformat=",")
     return figure
-
-
-def _like(template, axis):
-    return template.layout[axis].to_plotly_json()
 
 
 def loops_text(data):

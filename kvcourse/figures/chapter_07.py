@@ -95,9 +95,9 @@ def growing_figure(data):
         figure.add_trace(trace)
     figure.update_layout(
         xaxis={"domain": [0, 0.43], "range": [0, MOST]},
-        xaxis2={**_like(figure, "xaxis"), "domain": [0.57, 1], "anchor": "y2", "range": [0, MOST]},
+        xaxis2={**look.axis_like(figure, "xaxis"), "domain": [0.57, 1], "anchor": "y2", "range": [0, MOST]},
         yaxis={"range": [0, 75]},
-        yaxis2={**_like(figure, "yaxis"), "anchor": "x2", "range": [0, 150]},
+        yaxis2={**look.axis_like(figure, "yaxis"), "anchor": "x2", "range": [0, 150]},
     )
     figure.layout.xaxis2.title.text = "tokens held"
     figure.layout.yaxis2.title.text = "memory (MiB)"
@@ -148,10 +148,6 @@ def _hover(name):
 
 def _mib(rows):
     return round(rows * TOKEN_BYTES / MIB, 4)
-
-
-def _like(figure, axis):
-    return figure.layout.template.layout[axis].to_plotly_json()
 
 
 def growing_text(data):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from kvcourse import config, sizing
+from kvcourse import config, measure, sizing
 from kvcourse.figures import template as look
 
 BOOK = "“The KV cache and prefix caching”: Llama 3.1 8B on one H100"
@@ -130,14 +130,14 @@ def passes_figure(data):
         xaxis={"domain": [0, 0.52], "range": _FLOP_PER_BYTE},
         yaxis={"range": _TFLOPS},
         xaxis2={
-            **_like(figure, "xaxis"),
+            **look.axis_like(figure, "xaxis"),
             "domain": [0.72, 1],
             "anchor": "y2",
             "range": [0, 104],
             "dtick": 25,
         },
         yaxis2={
-            **_like(figure, "yaxis"),
+            **look.axis_like(figure, "yaxis"),
             "anchor": "x2",
             "range": [max(rows) + 0.6, -0.6],
             "tickvals": rows,
@@ -251,13 +251,13 @@ def _split(rows):
             xaxis="x2",
             yaxis="y2",
             hovertemplate="%{text}<extra></extra>",
-            text=[f"{one['name']}: {name} {seconds(one[key])}" for one in rows],
+            text=[f"{one['name']}: {name} {measure.format_seconds(one[key])}" for one in rows],
             textposition="none",
         )
 
 
 def _row_label(one):
-    return f"{one['kind']}<br>{seconds(one['total'])} "
+    return f"{one['kind']}<br>{measure.format_seconds(one['total'])} "
 
 
 def _percent(part, one):
@@ -266,10 +266,6 @@ def _percent(part, one):
 
 def _tera(flops):
     return float(f"{flops / 1e12:.5g}")
-
-
-def _like(figure, axis):
-    return figure.layout.template.layout[axis].to_plotly_json()
 
 
 def passes_text(data):
@@ -281,7 +277,7 @@ def passes_text(data):
 
 def _pass_words(one):
     named = f"prefill of {one['new']:,} after {one['past']:,} cached" if one["kind"] == WARM else one["name"]
-    bound = f"{one['bound']} bound, {seconds(one['total'])}"
+    bound = f"{one['bound']} bound, {measure.format_seconds(one['total'])}"
     text = f"{named}: {intensity(one['intensity'])} FLOP per byte, {bound}"
     if one["batch"] > 1:
         share = one["caches"] / (one["weights"] + one["caches"])
@@ -305,13 +301,6 @@ def intensity(value):
     return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def seconds(value):
-    """Seconds as text, three digits: 16.4 µs, 4.57 ms, 1.20 s."""
-    unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= s), ("µs", 1e-6))
-    value /= size
-    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-
-
 # --- measured lines ---------------------------------------------------------------------
 
 
@@ -320,10 +309,7 @@ def disturbed(rows):
 
     rows  {"tokens", "why", …}; `why` as of kvcourse.measure
     """
-    found = [f"at {row['tokens']:,} tokens {row['why']}" for row in rows if row["why"]]
-    if not found:
-        return ""
-    return f"disturbed, do not quote ({len(found)} of {len(rows)} calls): {found[0]}"
+    return measure.disturbed_line([(f"{row['tokens']:,} tokens", row["why"]) for row in rows], "calls")
 
 
 def growths(rows, recorded):
@@ -379,8 +365,8 @@ def latency_figure(rows, first, step, recorded):
         xaxis={"domain": [0, 0.43], "range": [0, 1050]},
         # The fitted line may start below zero, which no time can.
         yaxis={"rangemode": "tozero", "zeroline": True, "zerolinecolor": look.INK, "zerolinewidth": 1},
-        xaxis2={**_like(figure, "xaxis"), "domain": [0.57, 1], "anchor": "y2", "range": [0, 1050]},
-        yaxis2={**_like(figure, "yaxis"), "anchor": "x2", "range": [0, round(1.15 * tallest, 3)]},
+        xaxis2={**look.axis_like(figure, "xaxis"), "domain": [0.57, 1], "anchor": "y2", "range": [0, 1050]},
+        yaxis2={**look.axis_like(figure, "yaxis"), "anchor": "x2", "range": [0, round(1.15 * tallest, 3)]},
     )
     figure.layout.xaxis2.title.text = "prompt (tokens)"
     figure.layout.yaxis2.title.text = "time per token (ms)"

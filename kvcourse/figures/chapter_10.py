@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from kvcourse import config, sizing
+from kvcourse import config, measure, sizing
+from kvcourse.figures import blog_sweep
 from kvcourse.figures import template as look
 
-BLOG = (
-    "“The KV cache and the systems around it”: GPT-2 124M in PyTorch, float16, RTX 3060 with 6 GB, "
-    "512 tokens a sequence"
-)
-BLOG_BATCHES = [1, 8, 32, 64, 128, 256]
-BLOG_MS = [3.2, 3.4, 6.7, 12.0, 23.7, 45.4]  # time of one step
-BLOG_TOKENS_S = [315, 2400, 4800, 5300, 5400, 5600]
-BLOG_KV_MIB = [18, 144, 577, 1154, 2308, 4617]  # the column "KV cache size"
-BLOG_CARD = "rtx-3060-laptop"
+BLOG_BATCHES, BLOG_MS = blog_sweep.BATCHES, blog_sweep.STEP_MS
+BLOG_TOKENS_S, BLOG_KV_MIB = blog_sweep.TOKENS_S, blog_sweep.KV_MIB
+CONTEXT = blog_sweep.CONTEXT  # tokens each sequence holds, in the sweep on this machine too
 
 BATCHES = [1, 2, 4, 8, 16, 32]  # of the sweep on this machine
-CONTEXT = 512  # tokens each sequence holds in the sweep and in the blog's table
 GPT2 = config.lookup("gpt2")
 
 MODELS = {
@@ -154,7 +148,7 @@ def rectangle_text(lengths):
 
 def blog_floor_ms(batch, tokens=CONTEXT):
     """Milliseconds that the bytes of a step of the blog's table take at least, on its card."""
-    card = sizing.device(BLOG_CARD)
+    card = sizing.device(blog_sweep.DEVICE)
     return sizing.step_time(GPT2, card, tokens, batch).memory * 1000
 
 
@@ -213,10 +207,7 @@ def sweep_table(rows, bandwidth):
 
 def disturbed(rows):
     """Empty, or one line on how many sizes of the sweep were disturbed, and how the first."""
-    found = [f"at {row['batch']} {row['why']}" for row in rows if row["why"]]
-    if not found:
-        return ""
-    return f"disturbed, do not quote ({len(found)} of {len(rows)} sizes): {found[0]}"
+    return measure.disturbed_line([(str(row["batch"]), row["why"]) for row in rows], "sizes")
 
 
 def sweep_figure(rows):
@@ -224,7 +215,7 @@ def sweep_figure(rows):
     figure = look.new_figure("sequences", "time of a step (ms)", log_x=True, log_y=True)
     batches = [row["batch"] for row in rows]
     floors = [round(blog_floor_ms(batch), 3) for batch in BLOG_BATCHES]
-    blog = dict(name="blog, RTX 3060, float16", source=BLOG)
+    blog = dict(name="blog, RTX 3060, float16", source=blog_sweep.SOURCE)
     pairs = (
         (look.here(batches, _rounded(rows, "step"), name="here, float32", unit="ms"), False),
         (_floor(batches, _rounded(rows, "floor"), "floor by bytes, here", look.INK), False),

@@ -12,16 +12,13 @@ import math
 import plotly.graph_objects as go
 
 from kvcourse import config, measure, sizing
+from kvcourse.figures import blog_sweep
 from kvcourse.figures import template as look
 
-BLOG = "“The KV cache and the systems around it”: GPT-2 124M in PyTorch, float16, laptop RTX 3060"
+BLOG_BATCHES, BLOG_MS, BLOG_CONTEXT = blog_sweep.BATCHES, blog_sweep.STEP_MS, blog_sweep.CONTEXT
 
-# BLOG: one decode step of a batch, every sequence with 512 tokens, in milliseconds.
-BLOG_BATCHES = [1, 8, 32, 64, 128, 256]
-BLOG_MS = [3.2, 3.4, 6.7, 12.0, 23.7, 45.4]
-BLOG_CONTEXT = 512  # tokens there before the step
-BLOG_ROWS = 520  # rows that its arrays reserve for each sequence
-BLOG_CARD = 6 * 2**30  # bytes
+BLOG_ROWS = 520  # rows that the blog's arrays reserve for each sequence
+BLOG_CARD = 6 * 2**30  # bytes of its card
 # What the CUDA driver keeps for a process before the first tensor: about 300 MB by a PyTorch maintainer
 # (pytorch/pytorch issue 107667, 2023); older releases took more.
 CONTEXT_BYTES = 300_000_000
@@ -168,7 +165,7 @@ def step_figure(data):
         xaxis={"domain": [0, 0.44], "type": "category"},
         yaxis={"range": [0, 102], "dtick": 25},
         xaxis2={
-            **_like(figure, "xaxis"),
+            **look.axis_like(figure, "xaxis"),
             "domain": [0.57, 1],
             "anchor": "y2",
             "type": "log",
@@ -176,7 +173,12 @@ def step_figure(data):
             "ticktext": [str(b) for b in BATCHES[::2]],
             "range": [-0.1, 2.8],
         },
-        yaxis2={**_like(figure, "yaxis"), "anchor": "x2", "type": "log", "range": _decades(low, high)},
+        yaxis2={
+            **look.axis_like(figure, "yaxis"),
+            "anchor": "x2",
+            "type": "log",
+            "range": _decades(low, high),
+        },
     )
     figure.layout.yaxis2.update(_log_ticks(low, high))
     figure.layout.xaxis2.title.text = "sequences in the batch, log scale"
@@ -243,10 +245,6 @@ def _measured(line):
     symbol = "square" if line["kind"] == "recorded" else "diamond"
     hover = f"{line['name']}: %{{y:,}} ms at %{{x}}<br>{look.plain(line['label'])}<extra></extra>"
     return drawn.update(line={"dash": "dot", "width": 1.5}, marker={"symbol": symbol}, hovertemplate=hover)
-
-
-def _like(figure, axis):
-    return figure.layout.template.layout[axis].to_plotly_json()
 
 
 def _decades(low, high):
@@ -324,7 +322,7 @@ def blog_line():
     return measured_line(
         "published",
         "blog",
-        BLOG,
+        blog_sweep.SOURCE,
         BLOG_CONTEXT,
         BLOG_BATCHES,
         BLOG_MS,

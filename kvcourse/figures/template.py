@@ -169,6 +169,11 @@ def new_figure(
     return figure
 
 
+def axis_like(figure: go.Figure, axis: str) -> dict:
+    """The template's settings of "xaxis" or "yaxis", for a second axis: plotly gives them to the first."""
+    return figure.layout.template.layout[axis].to_plotly_json()
+
+
 def published(x: Sequence, y: Sequence, *, name: str, source: str, unit: str = "") -> go.Scatter:
     """A line of somebody else's measurement: gray, dashed, with the source (and its hardware) in the hover
     text."""

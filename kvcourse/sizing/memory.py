@@ -32,6 +32,12 @@ def bytes_of(numbers, dtype):
     return numbers // group * size
 
 
+def rounded_up_bytes_of(numbers, dtype):
+    """As `bytes_of`, but for numbers that do not fill their last group a whole group is counted."""
+    check_format(dtype)
+    return bytes_of(_blocks(numbers, NUMBER_FORMATS[dtype][1]), dtype)
+
+
 def check_format(dtype):
     """Raise ValueError, in one line, unless dtype is one of `NUMBER_FORMATS`."""
     if not isinstance(dtype, str) or dtype not in NUMBER_FORMATS:
@@ -94,10 +100,9 @@ def weight_bytes(config, dtype="float16"):
     """Bytes of all trained numbers (all experts) in one format.
 
     Real files mix formats: in a q4_0 file norms stay in float32, and often the embedding in another
-    format. For the last numbers of a group that do not fill it, a whole group is counted.
+    format.
     """
-    check_format(dtype)
-    return bytes_of(_blocks(config.num_parameters, NUMBER_FORMATS[dtype][1]), dtype)
+    return rounded_up_bytes_of(config.num_parameters, dtype)
 
 
 def free_after_weights(config, memory_bytes, dtype="float16", keep_free=0):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvcourse.sizing.memory import NUMBER_FORMATS, bytes_of, check_format, kv_bytes
+from kvcourse.sizing.memory import kv_bytes, rounded_up_bytes_of
 from kvcourse.sizing.units import at_least
 
 
@@ -93,7 +93,7 @@ def pass_bytes(
     new_tokens, batch = at_least(1, new_tokens=new_tokens, batch=batch)
     (past_tokens,) = at_least(0, past_tokens=past_tokens)
     return Traffic(
-        weights=_parameters_bytes(_parameters_read(config, batch * new_tokens), weights_dtype),
+        weights=rounded_up_bytes_of(_parameters_read(config, batch * new_tokens), weights_dtype),
         cache_read=batch * kv_bytes(config, past_tokens, dtype),
         cache_written=batch * kv_bytes(config, new_tokens, dtype),
     )
@@ -106,12 +106,6 @@ def _parameters_read(config, tokens):
         met = e.num_experts * (1 - (1 - e.experts_per_token / e.num_experts) ** tokens)
         read += round(config.num_expert_layers * config.expert_matrices * (met - e.experts_per_token))
     return read
-
-
-def _parameters_bytes(count, dtype):
-    check_format(dtype)
-    group = NUMBER_FORMATS[dtype][1]
-    return bytes_of(-(-count // group) * group, dtype)
 
 
 def work(config, new_tokens, past_tokens=0, batch=1, dtype="float16", weights_dtype="float16"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcourse import cli, loading, measure, paths
-from kvcourse.bench import chapter_code, numpy_gpt2, transformers_gpt2
+from kvcourse.bench import chapter_code, numpy_gpt2, torch_gpt2, transformers_gpt2
 from kvcourse.bench.replay import StepProducts
 from kvcourse.caches import ContiguousCache
 
@@ -177,11 +177,12 @@ def test_out_keeps_the_run(no_process, tmp_path):
     assert json.loads((tmp_path / "kept.json").read_text(encoding="utf-8")) == no_process
 
 
-def test_a_path_that_cannot_be_written_is_one_line_before_timing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(numpy_gpt2, "_run_in_own_process", lambda args: pytest.fail("timed first"))
+@pytest.mark.parametrize("kind, bench", [("numpy", numpy_gpt2), ("torch", torch_gpt2)])
+def test_a_path_that_cannot_be_written_is_one_line_before_timing(kind, bench, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "_run_in_own_process", lambda args: pytest.fail("timed first"))
     (tmp_path / "a_file").write_text("kept", encoding="utf-8")
     for path in (tmp_path, tmp_path / "a_file" / "run.json", tmp_path / f"{'x' * 300}.json"):
-        assert cli.main(["bench", "numpy", "--out", str(path)]) == 1
+        assert cli.main(["bench", kind, "--out", str(path)]) == 1
         line = rf"kvcourse: --out {re.escape(str(path))}: [^\n]+: name a file that can be written\n"
         assert re.fullmatch(line, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["a_file"]

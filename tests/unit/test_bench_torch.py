@@ -298,17 +298,6 @@ def test_out_keeps_the_run_under_the_name_of_what_computed(no_process, tmp_path,
     assert measure.read_recorded(tmp_path / "measurements" / names[1]).results == no_process["results"]
 
 
-def test_a_path_that_cannot_be_written_is_one_line_before_timing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch_gpt2, "_run_in_own_process", lambda args: pytest.fail("timed first"))
-    (tmp_path / "a_file").write_text("kept", encoding="utf-8")
-    for path in (tmp_path, tmp_path / "a_file" / "run.json", tmp_path / f"{'x' * 300}.json"):
-        assert cli.main(["bench", "torch", "--out", str(path)]) == 1
-        line = rf"kvcourse: --out {re.escape(str(path))}: [^\n]+: name a file that can be written\n"
-        assert re.fullmatch(line, capsys.readouterr().err)
-    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
-    assert (tmp_path / "a_file").read_text(encoding="utf-8") == "kept"
-
-
 def test_a_disturbed_run_is_shown_but_not_kept(no_process, tmp_path, capsys):
     no_process["results"]["disturbed"] = ["batch 8, ours: busy"]
     with pytest.raises(cli.CommandError, match="not kept, the run was disturbed .batch 8, ours: busy."):

@@ -410,15 +410,6 @@ def test_right_ways_pass(function):
     assert checks.verdict("c.seconds_per_call", function).status == "right"
 
 
-def timed_once(stream, work, repeats, clock):
-    stream.launch(work)
-    stream.synchronize()
-    start = clock()
-    stream.launch(work)
-    stream.synchronize()
-    return clock() - start
-
-
 def once_by_events(stream, work, repeats, clock):
     stream.launch(work)
     first = stream.record()
@@ -470,7 +461,6 @@ def both_readings_at_the_end(stream, work, repeats, clock):
         (timed(before=False), "the first call on a device is slower"),
         (timed(more=-1), "between your readings stand 9 launches, not 10"),
         (timed(more=1), "between your readings stand 11 launches, not 10"),
-        (timed_once, "between your readings stands 1 launch, not 10"),
         (once_by_events, "between your readings stands 1 launch, not 10"),
         (known_before, "between your readings stand 0 launches, not 10"),
         (timed(inside=True), "you wait after every launch"),

@@ -248,3 +248,10 @@ def test_every_committed_run_is_whole():
     for path in measure._measurements_dir().glob("*.json"):
         run = measure.read_recorded(path)
         assert run.command.startswith(f"kvcourse bench {run.kind}")
+
+
+def test_disturbed_measurements_in_one_line():
+    assert measure.disturbed_line([("250 tokens", ""), ("500 tokens", "")], "calls") == ""
+    reasons = [("1", ""), ("8", "other programs were busy"), ("32", "it was slow")]
+    line = "disturbed, do not quote (2 of 3 sizes): at 8 other programs were busy"
+    assert measure.disturbed_line(reasons, "sizes") == line

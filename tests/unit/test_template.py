@@ -183,3 +183,8 @@ def strings(value):
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from strings(item)
+
+
+def test_a_second_axis_gets_the_settings_of_the_first():
+    figure = look.new_figure("x", "y")
+    assert look.axis_like(figure, "xaxis") == look.TEMPLATE.layout.xaxis.to_plotly_json() != {}
