@@ -137,7 +137,6 @@ def test_caches_that_do_not_fit_are_left_out_with_one_line(quiet, monkeypatch):
 
 
 def test_the_peer_gives_the_same_logits_and_is_timed(quiet):
-    pytest.importorskip("transformers")
     bench = torch_gpt2._Bench("cpu", quick=True, repeats=1, attempts=1)
     bench.transformers()
     assert bench.peer == {
@@ -150,7 +149,6 @@ def test_the_peer_gives_the_same_logits_and_is_timed(quiet):
 
 
 def test_a_peer_with_other_weights_is_no_peer(quiet, monkeypatch):
-    pytest.importorskip("transformers")
     bench = torch_gpt2._Bench("cpu", quick=True, repeats=1, attempts=1)
     other = loading.random_model("gpt2", seed=1, **numpy_gpt2.QUICK_SHAPE)
     peer = transformers_gpt2.TransformersGPT2(other, None)

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +18,6 @@ import kvcourse as kv
 from kvcourse import checks, measure, paths, sizing
 from kvcourse.figures import chapter_11 as figures
 from kvcourse.widgets import chapter_11 as widgets
-
-torch = pytest.importorskip("torch")
 
 NOTEBOOK = paths.chapters_dir() / "11_on_the_gpu.ipynb"
 PROMPT, NEW = "Mr. Darcy walked", 24
