@@ -3,5 +3,12 @@
 from kvcourse.caches.base import CacheFull, KVCache
 from kvcourse.caches.batch import BatchView
 from kvcourse.caches.contiguous import ConcatenatingCache, ContiguousCache, GrowingCache
+from kvcourse.caches.heavy_hitters import HeavyHitterCache
+from kvcourse.caches.latent import LatentCache
+from kvcourse.caches.quantized import QuantizedCache
+from kvcourse.caches.sliding import SlidingCache
 
-__all__ = ["BatchView", "CacheFull", "ConcatenatingCache", "ContiguousCache", "GrowingCache", "KVCache"]
+__all__ = [
+    "BatchView", "CacheFull", "ConcatenatingCache", "ContiguousCache", "GrowingCache", "HeavyHitterCache",
+    "KVCache", "LatentCache", "QuantizedCache", "SlidingCache",
+]  # fmt: skip
