@@ -25,6 +25,7 @@ _HOME = {  # public name -> module that defines it
     "Tap": "tap",
     "catalogue": "config",
     "check": "checks",
+    "fetch_model": "loading",
     "generate": "generate",
     "greedy": "generate",
     "load_model": "loading",
@@ -36,9 +37,10 @@ _HOME = {  # public name -> module that defines it
     "sampled": "generate",
 }
 _MODULES = {
-    "bench", "caches", "checks", "config", "diagnosis", "evaluation", "fetch", "figures", "hub_config",
-    "loading", "measure", "models", "ops", "paths", "progress", "sizing", "streams", "tap", "tokenizer",
-    "torch_models", "weights", "widgets",
+    "bench", "caches", "chat", "checks", "config", "diagnosis", "evaluation", "fetch", "figures",
+    "ggml_blocks", "gguf_convert", "hub_config", "loading", "measure", "models", "needle", "ops",
+    "paths", "progress", "sizing", "smollm2", "streams", "tap", "tokenizer", "torch_models", "weights",
+    "widgets",
 }  # fmt: skip
 
 __all__ = sorted([*_HOME, *_MODULES])

@@ -4,7 +4,9 @@ import numpy as np
 
 from kvcourse import ops
 from kvcourse.caches import ContiguousCache, KVCache
-from kvcourse.models.gpt2 import check_ids
+from kvcourse.models.base import check_ids
+
+PREFILL_CHUNK = 256  # tokens of a prompt that pass at once: bounds the memory of a pass
 
 
 def greedy(logits):
@@ -49,8 +51,8 @@ def generate(
 ):
     """Write up to `max_new_tokens` tokens after `ids`; return them as a list of ints.
 
-    With `use_cache` the prompt passes through the model once (prefill) and then one
-    token a step (decode); without, the whole sequence at every step. `cache` may hold
+    With `use_cache` the prompt passes through the model once (prefill, a long one in chunks)
+    and then one token a step (decode); without, the whole sequence at every step. `cache` may hold
     a sequence already, which `ids` then continue. `stop` is a token id that ends the
     text and is not returned. `on_token(id)` is called as each token is chosen.
 
@@ -84,9 +86,9 @@ def generate(
 def _check_room(model, prompt, new, cache):
     """ValueError when the prompt and the new tokens do not fit behind what the cache holds."""
     held = cache.seq_len if cache is not None else 0
-    limit = (
-        min(cache.max_seq_len, model.config.max_seq_len) if cache is not None else model.config.max_seq_len
-    )
+    limit = model.config.max_seq_len
+    if cache is not None:
+        limit = cache.max_seq_len if cache.unlimited else min(cache.max_seq_len, limit)
     # The last token chosen is returned and never read, so it needs no position.
     needed = held + prompt + max(new - 1, 0)
     if needed > limit:
@@ -107,7 +109,14 @@ def _token(chosen, config):
 
 def _cached_step(model, cache):
     """Each call passes only the new tokens through: (vocab_size,) logits of the last one."""
-    return lambda given: model(given, cache, rows=[-1])[0]
+    chunk = min(PREFILL_CHUNK, cache.max_pass or PREFILL_CHUNK)
+
+    def step(given):
+        for low in range(0, len(given), chunk):
+            logits = model(given[low : low + chunk], cache, rows=[-1])
+        return logits[0]
+
+    return step
 
 
 def _uncached_step(model):

@@ -1,34 +1,48 @@
-"""Names to things: `load_model`, `random_model`, `load_tokenizer`."""
+"""Names to things: `fetch_model`, `load_model`, `random_model`, `load_tokenizer`."""
 
 from dataclasses import replace
 
 from kvcourse import config as configs
 from kvcourse import tokenizer, weights
-from kvcourse.models.gpt2 import GPT2, param_shapes
+from kvcourse.models import gpt2, llama
+
+_MODELS = {"gpt2": (gpt2.GPT2, gpt2.param_shapes), "llama": (llama.Llama, llama.param_shapes)}
+
+
+def fetch_model(name):
+    """Make sure that a model is on this machine: download it, with a progress bar, unless it is.
+
+    Raises DownloadFailed, in one line with the ways out, without network and without the files.
+    """
+    weights.fetch(name)
 
 
 def load_model(name):
-    """A trained model by name ("austen-gpt2", "austen-gpt2-draft", "gpt2") or from a folder.
+    """A trained model by name ("austen-gpt2", "austen-gpt2-draft", "smollm2-135m", "gpt2") or from a folder.
 
-    A folder holds Hugging Face's GPT-2 layout: `config.json` and `model.safetensors`.
+    A folder holds Hugging Face's layout of a GPT-2 or a Llama: `config.json` and `model.safetensors`.
     A name wins over a folder of the same name: give Path("gpt2") or "./gpt2" for that.
     Weights are float32 in memory. Raises ValueError that lists the names for an
     unknown one, or names what this course does not compute, and DamagedFile when
     files are missing or their hashes differ.
     """
-    return GPT2(*weights.load(name))
+    config, params = weights.load(name)
+    model, _ = _MODELS[config.architecture]
+    return model(config, params)
 
 
 def random_model(name, seed=0, **changes):
     """A model of a catalogue shape with seeded random weights, for timing and tests.
 
     `changes` replace fields of the shape: random_model("gpt2", num_layers=2). It writes
-    nonsense, but a step takes exactly as long as with the trained weights.
+    nonsense, but a step takes exactly as long as with the trained weights. Raises ValueError for a
+    shape that is only sized here, not computed.
     """
     config = replace(configs.lookup(name), **changes)
-    return GPT2(config, weights.random_params(param_shapes(config), seed))
+    model, param_shapes = _MODELS.get(config.architecture, _MODELS["gpt2"])  # which says what it computes
+    return model(config, weights.random_params(param_shapes(config), seed))
 
 
 def load_tokenizer(name):
-    """The `tiktoken.Encoding` of a model: "austen-gpt2", "austen-gpt2-draft", "gpt2", or a folder."""
+    """The `tiktoken.Encoding` of a model: "austen-gpt2", "smollm2-135m", "gpt2", or a folder."""
     return tokenizer.from_folder(weights.tokenizer_folder(name))

@@ -65,12 +65,13 @@ def causal_mask(start, T):
     return np.arange(start + T)[None, :] <= (start + np.arange(T))[:, None]
 
 
-def attention(q, k, v, start):
+def attention(q, k, v, start, scale=None):
     """Causal attention of T queries, at positions start … start + T − 1, over all keys.
 
     q (num_heads, T, head_dim); k, v (num_kv_heads, start + T, head_dim), all float32.
     Query heads h·G … h·G + G − 1 share KV head h, where G = num_heads / num_kv_heads;
-    k and v are never repeated in memory. Returns (num_heads, T, head_dim).
+    k and v are never repeated in memory. Returns (num_heads, T, head_dim). Values may be
+    of another width than keys; scores are multiplied by `scale`, by default 1/√head_dim.
 
     Source: Vaswani et al. 2017, equation 1, with the mask of `causal_mask`. Queries
     go in chunks of QUERY_CHUNK, and a chunk reads only the keys its last query may
@@ -79,19 +80,20 @@ def attention(q, k, v, start):
     """
     num_heads, T, head_dim = q.shape
     num_kv_heads = k.shape[0]
-    scaled = (q * (1.0 / math.sqrt(head_dim))).reshape(num_kv_heads, -1, T, head_dim)
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    scaled = (q * scale).reshape(num_kv_heads, num_heads // num_kv_heads, T, head_dim)
     keys = k.swapaxes(1, 2)[:, None]  # (num_kv_heads, 1, head_dim, start + T)
     values = v[:, None]
     if T == 1:  # decode: the newest token may see everything, so the mask has no work
-        return (softmax_inplace(scaled @ keys) @ values).reshape(num_heads, 1, head_dim)
-    out = np.empty_like(scaled)
+        return (softmax_inplace(scaled @ keys) @ values).reshape(num_heads, 1, v.shape[-1])
+    out = np.empty((*scaled.shape[:3], v.shape[-1]), scaled.dtype)
     for low in range(0, T, QUERY_CHUNK):
         high = min(low + QUERY_CHUNK, T)
         scores = scaled[:, :, low:high] @ keys[..., : start + high]
         # Only the last high − low columns hold a key that some query of the chunk may not see.
         scores[..., start + low :][..., ~causal_mask(0, high - low)] = -np.inf
         out[:, :, low:high] = softmax_inplace(scores) @ values[:, :, : start + high]
-    return out.reshape(num_heads, T, head_dim)
+    return out.reshape(num_heads, T, v.shape[-1])
 
 
 def round_to_bfloat16(x):
@@ -110,3 +112,66 @@ def round_to_bfloat16(x):
     rounded = bits + (0x7FFF + ((bits >> 16) & 1))
     rounded = np.where(np.isnan(x), bits | 0x00400000, rounded)  # a carry would turn a NaN into -0
     return (rounded & 0xFFFF0000).view(np.float32).reshape(x.shape)
+
+
+# --- NEW in step 4: what a Llama needs ---------------------------------------------------------
+
+
+def rms_norm(x, weight, eps=1e-5):
+    """Scale each row of x (T, d) to a root mean square of 1, then by weight (d,). Returns a new array.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4. Nothing is
+    centered and nothing is added.
+    """
+    mean_square = np.einsum("...d,...d->...", x, x)[..., None] / x.shape[-1]
+    out = x / np.sqrt(mean_square + eps)
+    out *= weight
+    return out
+
+
+def swiglu_inplace(gate_up):
+    """silu(gate) · up, where gate_up (T, 2 · inner) holds both side by side; overwrites gate_up.
+
+    silu(z) = z / (1 + exp(−z)). Returns (T, inner). Source: Shazeer 2020, "GLU Variants Improve
+    Transformer", equation 6. exp overflows to inf below z ≈ −88, and z / inf is the right answer, −0.
+    """
+    inner = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :inner], gate_up[..., inner:]
+    with np.errstate(over="ignore"):
+        scale = np.exp(-gate)
+    scale += 1.0
+    gate /= scale
+    gate *= up
+    return gate
+
+
+class Rotary:
+    """Rotary positions: `rotate(x, positions)` turns pair j of every vector by position · theta^(−2j/d).
+
+    Source: Su et al. 2021, "RoFormer", equation 34. Pair j is (x[j], x[j + d/2]) as in Hugging Face's
+    files; GGUF files pair neighbours, (x[2j], x[2j + 1]). Angles are computed in float64: in float32
+    an angle near 8,000 is off by up to 0.0005.
+    """
+
+    def __init__(self, head_dim, theta):
+        self.frequencies = float(theta) ** -(np.arange(0, head_dim, 2) / head_dim)  # float64 (d/2,)
+        self._cos = self._sin = np.empty((0, head_dim // 2), np.float32)
+
+    def __call__(self, x, positions):
+        """x (heads, n, d), positions int (n,) → a new array, turned, of x's dtype."""
+        cos, sin = self._tables(positions, x.dtype)  # (n, d/2)
+        half = x.shape[-1] // 2
+        low, high = x[..., :half], x[..., half:]
+        out = np.empty(x.shape, x.dtype)
+        np.subtract(low * cos, high * sin, out=out[..., :half])
+        np.add(high * cos, low * sin, out=out[..., half:])
+        return out
+
+    def _tables(self, positions, dtype):
+        if dtype != np.float32:  # tests in float64
+            angles = positions[:, None] * self.frequencies
+            return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+        if positions.max() >= len(self._cos):  # at least twice as many as before
+            angles = np.arange(max(256, 2 * len(self._cos), positions.max() + 1))[:, None] * self.frequencies
+            self._cos, self._sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        return self._cos[positions], self._sin[positions]

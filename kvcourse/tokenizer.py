@@ -149,7 +149,7 @@ def _from_vocab_json(folder):
         raise ValueError(f"{folder} holds no tokenizer: expected encoding.json or GPT-2's vocab.json")
     vocabulary = _read_object(path)
     special = {t: i for t, i in vocabulary.items() if t == "<|endoftext|>"}
-    byte_of = _bytes_by_character()
+    byte_of = bytes_by_character()
     foreign = sorted({c for t in vocabulary if t not in special for c in t if c not in byte_of})
     if foreign:
         raise ValueError(f"{path} holds {foreign[0]!r}, which GPT-2's never do: is it another model's?")
@@ -157,7 +157,7 @@ def _from_vocab_json(folder):
     return _made(folder, folder.name, GPT2_PATTERN, ranks, special)
 
 
-def _bytes_by_character():
+def bytes_by_character():
     """{character: byte} of GPT-2's files, which write each byte as one printable character.
 
     Source: openai/gpt-2, src/encoder.py, `bytes_to_unicode`: printable bytes stand for

@@ -1,6 +1,7 @@
 """Weights from files, checked by hash: bundled, fetched once, a local folder, or random.
 
-Which models there are, and every file's SHA-256, stands in `data/models/files.json`.
+Which models there are, and every file's SHA-256, stands in `data/models/files.json`. A fetched
+model comes file by file from its address, or is converted here from a download (`smollm2`).
 A name is looked for in the clone (bundled), then in `KVCOURSE_SHARED`, then in the
 reader's own folder; a damaged copy is passed over for a whole one. Nothing is ever
 written into the clone.
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcourse import fetch as fetching
-from kvcourse import paths
+from kvcourse import ggml_blocks, paths, smollm2
 from kvcourse.hub_config import from_huggingface
 
 WEIGHTS = "model.safetensors"
@@ -23,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class KnownFile:
-    """One file of a known model. `url` is None for a bundled file; `size` in bytes."""
+    """One file of a known model; `size` in bytes. `url` is None for one that is bundled or made here."""
 
     name: str
     sha256: str
@@ -37,6 +38,7 @@ class KnownModel:
 
     name: str
     bundled: bool
+    converted: bool
     files: tuple[KnownFile, ...]
     folder: Path | None
 
@@ -47,17 +49,31 @@ class KnownModel:
 
 
 @cache
-def _known_files():
+def _described():
     with open(paths.data_dir() / "models" / "files.json", encoding="utf-8") as file:
-        entries = json.load(file)["models"]
+        return json.load(file)
+
+
+@cache
+def _known_files():
+    entries = _described()["models"]
     return {name: tuple(KnownFile(**f) for f in files) for name, files in entries.items()}
+
+
+def _is_converted(name):
+    return name in _described()["converted"]
+
+
+def _is_bundled(name):
+    return _known_files()[name][0].url is None and not _is_converted(name)
 
 
 def available():
     """{name: KnownModel} of every model the course knows by name, with where it lies now."""
     found = {}
     for name, files in _known_files().items():
-        found[name] = KnownModel(name, files[0].url is None, files, next(_folders(name), None))
+        folder = next(_folders(name), None)
+        found[name] = KnownModel(name, _is_bundled(name), _is_converted(name), files, folder)
     return found
 
 
@@ -92,6 +108,9 @@ def fetch(name):
         if model.bundled:
             raise
     folder = paths.user_dir() / "models" / name
+    if model.converted:
+        smollm2.install(folder)
+        return verify(name)
     for file in model.files:
         fetching.download(file.url, folder / file.name, file.sha256, file.size)
     return folder
@@ -106,13 +125,37 @@ def load(name):
     """
     folder, label = _folder_of(name)
     described = _read_json(folder / "config.json")
-    kind = described.get("model_type") if isinstance(described, dict) else "gpt2"
-    if kind != "gpt2":
+    kind = described.get("model_type") if isinstance(described, dict) else None
+    if kind not in ("gpt2", "llama"):
         raise ValueError(
-            f"{label}: model_type {kind!r} is not supported: this course loads 'gpt2' folders, "
+            f"{label}: model_type {kind!r} is not supported: this course loads 'gpt2' and 'llama' folders, "
             f"and sizes others with kv.read_config"
         )
-    return from_huggingface(described, label), _read_params(folder / WEIGHTS)
+    config = from_huggingface(described, label)
+    if kind == "llama":
+        _refuse_other_llamas(described, label)
+        return config, _without_spare_head(read_params(folder / WEIGHTS), config)
+    return config, _gpt2_params(folder / WEIGHTS)
+
+
+def _refuse_other_llamas(described, label):
+    """ValueError for settings that change what a Llama computes, and that this course leaves out."""
+    rope = described.get("rope_scaling") or described.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    checks = {
+        "hidden_act": (described.get("hidden_act", "silu"), "silu"),
+        "rope_type": (rope_type, "default"),
+    }
+    for key, (found, wanted) in checks.items():
+        if found != wanted:
+            raise ValueError(f"{label}: {key} is {found!r}: this course computes Llamas with {wanted!r} only")
+
+
+def _without_spare_head(params, config):
+    """Some files store the tied matrix a second time, as lm_head.weight."""
+    return {
+        name: p for name, p in params.items() if not (config.tied_embeddings and name == "lm_head.weight")
+    }
 
 
 def tokenizer_folder(name):
@@ -149,7 +192,11 @@ def _folder_of(name, skip=()):
     return folder, folder.name
 
 
-def _read_params(path):
+def read_params(path, leave_out=()):
+    """{name: float32 array} of a model.safetensors; ggml's blocks (see gguf_convert) are decoded.
+
+    leave_out  endings of names that are not read
+    """
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -159,14 +206,24 @@ def _read_params(path):
     params = {}
     try:
         with safe_open(path, framework="np") as file:
-            for name in file.keys():
-                # The causal masks that old files carry are no weights, the code computes them.
-                if name.endswith((".attn.bias", ".attn.masked_bias")):
+            for stored in file.keys():
+                if stored.endswith(tuple(leave_out)):
                     continue
-                # Hugging Face stores some GPT-2s with this prefix and some without.
-                params[name.removeprefix("transformer.")] = _read_float32(path, file, name)
+                name, _, kind = stored.rpartition(".")
+                if kind in ggml_blocks.DECODERS:
+                    params[name] = ggml_blocks.DECODERS[kind](file.get_tensor(stored))
+                else:
+                    params[stored] = _read_float32(path, file, stored)
     except (SafetensorError, OSError) as error:
         raise fetching.DamagedFile(f"{path} cannot be read ({error}): copy or download it again") from None
+    return params
+
+
+def _gpt2_params(path):
+    # The causal masks that old files carry are no weights, the code computes them.
+    stored = read_params(path, leave_out=(".attn.bias", ".attn.masked_bias"))
+    # Hugging Face stores some GPT-2s with this prefix and some without.
+    params = {name.removeprefix("transformer."): array for name, array in stored.items()}
     head = params.pop("lm_head.weight", None)
     if head is not None and not np.array_equal(head, params.get("wte.weight", head)):
         raise ValueError(
@@ -207,7 +264,7 @@ def _known(name):
 def _folders(name):
     """Where the files of a known model lie, in the order they are looked for; hashes are not compared."""
     files = _known_files()[name]
-    if files[0].url is None:
+    if _is_bundled(name):
         yield paths.data_dir() / "models" / name
         return
     shared = paths.shared_dir()

@@ -33,6 +33,8 @@ class KVCache(ABC):
     """
 
     dtype = np.dtype(np.float32)
+    max_pass = None  # most tokens of one pass, where a cache limits them
+    unlimited = False  # True: may grow past the model's positions
 
     def __init__(self, config, max_seq_len=None):
         limit = config.max_seq_len

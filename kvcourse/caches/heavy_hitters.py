@@ -25,6 +25,7 @@ class HeavyHitterCache(KVCache):
         if heavy < 0 or recent < 1 or chunk < 1:
             raise ValueError(f"heavy {heavy}, recent {recent}, chunk {chunk}: at least 0, 1 and 1")
         self.heavy, self.recent, self.chunk = heavy, recent, chunk
+        self.max_pass = chunk
         layers, heads, head_dim = config.cache_shape
         shape = layers, heads, heavy + recent + chunk
         self._k, self._v = (np.zeros((*shape, head_dim), self.dtype) for _ in "kv")

@@ -40,6 +40,7 @@ class SlidingCache(KVCache):
         if config.rope_theta is not None:
             self.max_seq_len = max_seq_len or 2**31  # no limit but what a position number can be
         self.window, self.num_sinks, self.slack = int(window), int(num_sinks), int(slack)
+        self.max_pass = self.slack + 1
         layers, heads, head_dim = self.config.cache_shape
         shape = layers, heads, self.num_sinks + self._ring, head_dim
         self._k, self._v = np.zeros(shape, self.dtype), np.zeros(shape, self.dtype)

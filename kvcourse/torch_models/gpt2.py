@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from kvcourse.caches import CacheFull
+from kvcourse.models.base import check_ids
 from kvcourse.models.gpt2 import GPT2 as NumpyGPT2
-from kvcourse.models.gpt2 import check_ids
 from kvcourse.torch_models.cache import BatchCache
 from kvcourse.torch_models.devices import parsed_device
 
