@@ -36,6 +36,35 @@ def next_token_log_probs(logits, ids):
     return log_probabilities(logits[:-1])[np.arange(len(ids) - 1), ids[1:]]
 
 
+def log_probs(model, ids, cache, chunk=64):
+    """ln p(ids[t + 1] | what the cache holds) for t = 0 … T − 2, float32 (T − 1,).
+
+    The tokens pass through the model in passes of `chunk`, into the cache, so that each one is
+    predicted from what the cache kept of those before it, and as the cache gives it back. The last
+    token is predicted and never passed: another call that begins with it continues the text.
+
+    model  called as model(ids, cache)
+    cache  a KVCache; what it holds already stands before ids[0]
+    chunk  tokens a pass. A cache that forgets or rounds at the end of a pass shows a pass its own
+           tokens whole, so state the chunk beside such a figure.
+
+    Raises ValueError for fewer than 2 tokens or a chunk below 1; CacheFull, from the cache, where a
+    pass does not fit: passes before it then count.
+    """
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or len(ids) < 2:
+        raise ValueError(f"ids of shape {ids.shape}: give a list of at least 2 tokens")
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}: pass at least 1 token at once")
+    found = []
+    for start in range(0, len(ids) - 1, chunk):
+        part = ids[start : min(start + chunk, len(ids) - 1)]
+        following = ids[start + 1 : start + 1 + len(part)]
+        logits = log_probabilities(model(part, cache))  # (chunk, vocab_size)
+        found.append(logits[np.arange(len(part)), following])
+    return np.concatenate(found)
+
+
 def perplexity(log_probs):
     """exp(−mean): the number of equally likely tokens among which the model would be as unsure.
 

@@ -56,6 +56,31 @@ def test_the_model_cards_figure():
     assert 1.2 < bits < 1.7
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 7, 19, 20, 64])
+def test_in_passes_the_log_probabilities_are_those_of_one_pass(model, chunk):
+    """20 tokens, 19 of them passed; another order of sums changes float32's last digits only: 2e-4."""
+    ids = list(range(100, 120))
+    cache = kv.ContiguousCache.for_model(model, 64)
+    found = evaluation.log_probs(model, ids, cache, chunk)
+    expected = evaluation.next_token_log_probs(model(ids), ids)
+    assert found.dtype == np.float32 and cache.seq_len == 19
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+def test_a_text_goes_on_in_another_call(model):
+    ids = list(range(100, 120))
+    cache = kv.ContiguousCache.for_model(model, 64)
+    found = [evaluation.log_probs(model, ids[low:high], cache) for low, high in ((0, 9), (8, 20))]
+    expected = evaluation.next_token_log_probs(model(ids), ids)
+    np.testing.assert_allclose(np.concatenate(found), expected, atol=2e-4)  # as above
+
+
+@pytest.mark.parametrize(("ids", "chunk", "message"), [([1], 4, "at least 2"), ([1, 2], 0, "chunk is 0")])
+def test_log_probs_of_too_little(model, ids, chunk, message):
+    with pytest.raises(ValueError, match=message):
+        evaluation.log_probs(model, ids, kv.ContiguousCache.for_model(model), chunk)
+
+
 def test_one_row_predicts_nothing():
     with pytest.raises(ValueError, match="at least 2 tokens"):
         evaluation.next_token_log_probs(np.zeros((1, 4), np.float32), [1])
