@@ -4,10 +4,17 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
+
+import kvcourse as kv
+
 try:
     import hypothesis
 except ImportError:  # comes with `make test`; the notebooks do not need it
     hypothesis = None
+
+# The one model that is fetched and that tests use: where the reader has it, or None.
+SMOLLM2 = kv.weights.available()["smollm2-135m"].folder
 
 # Set before any kernel starts: kernels inherit the environment. A reader's own predictions
 # would show in the outputs, and a test must not write into their record.
@@ -15,8 +22,27 @@ _home = tempfile.TemporaryDirectory(prefix="kvcourse-test-")
 os.environ["KVCOURSE_HOME"] = _home.name
 os.environ["KVCOURSE_PROGRESS"] = str(Path(_home.name) / "progress.json")
 os.environ.pop("KVCOURSE_SHARED", None)
+if SMOLLM2 is not None:
+    os.environ["KVCOURSE_SHARED"] = str(SMOLLM2.parent)
 
 if hypothesis is not None:
     # The same examples in every run, and no deadline: these machines are shared and noisy.
     hypothesis.settings.register_profile("course", derandomize=True, deadline=None)
     hypothesis.settings.load_profile("course")
+
+
+def pytest_collection_modifyitems(items):
+    """Cells of a page that needs SmolLM2 are skipped, visibly, where the model was not fetched.
+
+    With KVCOURSE_REQUIRE_SMOLLM2 set they run and fail: nothing is skipped in silence.
+    """
+    if SMOLLM2 is not None or os.environ.get("KVCOURSE_REQUIRE_SMOLLM2"):
+        return
+    skip = pytest.mark.skip(reason="needs SmolLM2: run `kvcourse weights fetch smollm2-135m` (93 MB)")
+    needing = {}
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            if item.path not in needing:
+                needing[item.path] = "smollm2-135m" in item.path.read_text(encoding="utf-8")
+            if needing[item.path]:
+                item.add_marker(skip)

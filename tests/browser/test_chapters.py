@@ -26,7 +26,8 @@ def _names(cell: lab.Cell) -> list[str]:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
-def test_chapter_in_jupyterlab(notebook, server, page):
+def test_chapter_in_jupyterlab(notebook, skip_without, server, page):
+    skip_without((CHAPTERS / notebook).read_text(encoding="utf-8"))
     lab.open_notebook(page, server, notebook)
     cells = lab.run_all(page)
     problems = lab.problems_of_run(cells)
