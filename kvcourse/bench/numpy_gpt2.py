@@ -1,4 +1,4 @@
-"""Times the NumPy GPT-2 at the shape of GPT-2 124M, with seeded random weights.
+"""Times a NumPy model at its true shape, with seeded random weights: GPT-2 124M or SmolLM2-135M.
 
 A cached step and an uncached pass at several lengths, beside the replay of a step's matrix
 products, the plain loop of chapter 01 and the transformers library (where installed), each in
@@ -20,12 +20,14 @@ import numpy as np
 
 from kvcourse import measure, paths
 from kvcourse.bench import chapter_code, transformers_gpt2
-from kvcourse.bench.replay import StepProducts
+from kvcourse.bench.replay import step_products
 from kvcourse.caches import ContiguousCache
 from kvcourse.cli import CommandError
 from kvcourse.loading import random_model
 
 KIND = "numpy"
+KIND_LLAMA = "numpy-llama"
+MODELS = {"gpt2": (KIND, "GPT-2 124M"), "smollm2-135m": (KIND_LLAMA, "SmolLM2-135M")}  # (kind of run, name)
 LENGTHS = (16, 128, 256, 512, 1000)  # tokens already there
 QUICK_LENGTHS = (4, 8, 16, 32, 60)
 QUICK_SHAPE = dict(
@@ -36,15 +38,19 @@ QUICK_SHAPE = dict(
 UNSET = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 ATTEMPTS = 6  # at a block, before its disturbed figure is taken
 PAUSE_SECONDS = 2.0  # between two attempts
-LIMITS = (  # (label, numerator, denominator, limit or None): of the fastest calls; -1 is the longest length
-    ("cached step at {long} ÷ its matrix products", ("cached", -1), ("products", -1), 1.25),
-    ("cached step at {long} ÷ transformers, default cache", ("cached", -1), ("peer_cached", -1), 0.9),
-    ("cached step at {long} ÷ transformers, static cache", ("cached", -1), ("peer_static", -1), None),
-    ("cached step at {long} ÷ at {short}", ("cached", -1), ("cached", 0), 1.45),
-    ("uncached pass over {long} ÷ transformers", ("uncached", -1), ("peer_uncached", -1), 1.5),
-    ("uncached ÷ cached at {long}, package", ("uncached", -1), ("cached", -1), None),
-    ("uncached ÷ cached at {long}, plain loop", ("plain", -1), ("cached", -1), None),
-)
+# (label, numerator, denominator, {kind of run: limit}): of the fastest calls; -1 is the longest length
+LIMITS = (
+    (
+        "cached step at {long} ÷ its matrix products", ("cached", -1), ("products", -1),
+        {KIND: 1.25, KIND_LLAMA: 1.25},
+    ),
+    ("cached step at {long} ÷ transformers, default cache", ("cached", -1), ("peer_cached", -1), {KIND: 0.9}),
+    ("cached step at {long} ÷ transformers, static cache", ("cached", -1), ("peer_static", -1), {}),
+    ("cached step at {long} ÷ at {short}", ("cached", -1), ("cached", 0), {KIND: 1.45}),
+    ("uncached pass over {long} ÷ transformers", ("uncached", -1), ("peer_uncached", -1), {KIND: 1.5}),
+    ("uncached ÷ cached at {long}, package", ("uncached", -1), ("cached", -1), {}),
+    ("uncached ÷ cached at {long}, plain loop", ("plain", -1), ("cached", -1), {}),
+)  # fmt: skip
 ROWS = {
     "cached": "cached step",
     "products": "  its matrix products alone",
@@ -58,6 +64,9 @@ ROWS = {
 
 def add_arguments(parser):
     """The options of `kvcourse bench numpy`."""
+    parser.add_argument(
+        "--model", choices=sorted(MODELS), default="gpt2", help="whose shape (default: %(default)s)"
+    )
     add_common_arguments(parser, "threads of NumPy and PyTorch (default: NumPy's)", "numpy-<processor>")
 
 
@@ -94,7 +103,7 @@ def main(args):
         check_writable(Path(args.out) if args.out else default_path("check"))
     run = _run_in_own_process(args)
     print(table(run))
-    path = Path(args.out) if args.out else default_path(run["machine"]["cpu"])
+    path = Path(args.out) if args.out else default_path(run["machine"]["cpu"], run["kind"])
     keep(run, path, asked=args.out is not None)
 
 
@@ -145,13 +154,13 @@ def default_path(device, kind=KIND):
     return paths.data_dir() / "measurements" / f"{'-'.join([kind, *words])}.json"
 
 
-def ratios(seconds, lengths):
+def ratios(seconds, lengths, kind=KIND):
     """[(label, value, limit or None)] of those of LIMITS whose two sides were timed."""
     found = []
-    for label, (top, i), (bottom, j), limit in LIMITS:
+    for label, (top, i), (bottom, j), limits in LIMITS:
         if top in seconds and bottom in seconds:
             named = label.format(short=f"{lengths[0]:,}", long=f"{lengths[-1]:,}")
-            found.append((named, seconds[top][i] / seconds[bottom][j], limit))
+            found.append((named, seconds[top][i] / seconds[bottom][j], limits.get(kind)))
     return found
 
 
@@ -171,7 +180,7 @@ def table(run):
             cells = [f"{1e3 * s:,.1f}" if s is not None else "" for s in r["seconds"][key]]
             lines.append(label.ljust(width) + "".join(f"{cell:>9}" for cell in cells))
     lines.append("")
-    for label, value, limit in ratios(r["seconds"], r["lengths"]):
+    for label, value, limit in ratios(r["seconds"], r["lengths"], run["kind"]):
         verdict = "" if limit is None else f"≤ {limit:<5g}{'pass' if value <= limit else 'MISS'}"
         lines.append(f"{label:58}{value:8.2f}  {verdict}".rstrip())
     lines += ["", *r["notes"]]
@@ -193,7 +202,12 @@ def clean_environment(threads=None):
 
 def _run_in_own_process(args):
     """The libraries read their settings when they are loaded, so a new process is the only clean start."""
-    asked = {"quick": args.quick, "repeats": args.repeats, "peer": not args.no_transformers}
+    asked = {
+        "model_name": args.model,
+        "quick": args.quick,
+        "repeats": args.repeats,
+        "peer": not args.no_transformers,
+    }
     command = [sys.executable, "-m", "kvcourse.bench.numpy_gpt2", json.dumps(asked)]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, env=clean_environment(args.threads), cwd=paths.repository_dir()
@@ -201,31 +215,34 @@ def _run_in_own_process(args):
     if done.returncode:
         raise CommandError(f"the timing process ended with status {done.returncode}, its own words are above")
     run = json.loads(done.stdout)
-    options = " --quick" * args.quick + " --no-transformers" * args.no_transformers
+    options = f" --model {args.model}" if args.model != "gpt2" else ""
+    options += " --quick" * args.quick + " --no-transformers" * args.no_transformers
     options += f" --threads {args.threads}" if args.threads else ""
     run["command"] = f"kvcourse bench {KIND} --repeats {args.repeats}{options}"
     return run
 
 
-def time_everything(quick, repeats, peer=True):
+def time_everything(quick, repeats, peer=True, model_name="gpt2"):
     """A recorded run as a dict, its `command` empty: what the timing process hands back."""
-    model = random_model("gpt2", **(QUICK_SHAPE if quick else {}))
+    kind, shape = MODELS[model_name]
+    model = random_model(model_name, **(QUICK_SHAPE if quick else {}))
     lengths = QUICK_LENGTHS if quick else LENGTHS
     bench = _Bench(model, lengths, 2 if quick else repeats, 1 if quick else ATTEMPTS)
     bench.package()
-    bench.plain_loop()
+    if model_name == "gpt2":
+        bench.plain_loop()
     if peer:
         bench.transformers()
     described = measure.describe_machine()
     versions = {name: described[name] for name in ("python", "numpy")} | bench.versions
     return {
-        "kind": KIND,
+        "kind": kind,
         "command": "",
         "date": described["date"],
         "machine": {name: described[name] for name in ("cpu", "cores", "threads", "blas", "os")},
         "versions": versions,
         "results": {
-            "shape": "a tiny GPT-2, its ratios mean nothing" if quick else "GPT-2 124M",
+            "shape": f"a tiny {model_name}, its ratios mean nothing" if quick else shape,
             "statistic": f"fastest of {bench.repeats}",
             "lengths": list(lengths),
             "seconds": bench.seconds,
@@ -251,7 +268,7 @@ class _Bench:
         """The package's cached step, its matrix products, and the uncached pass."""
         cache = ContiguousCache.for_model(self.model)
         self.model(self.ids, cache, rows=[-1])
-        self._time("products", -1, StepProducts(self.model, cache))
+        self._time("products", -1, step_products(self.model, cache))
         for i in reversed(range(len(self.lengths))):  # downwards: truncate keeps what shorter ones need
             cache.truncate(self.lengths[i])
             self._time("cached", i, lambda n=self.lengths[i]: self._step(cache, n))
@@ -274,7 +291,7 @@ class _Bench:
         if not transformers_gpt2.available():
             self.notes.append("transformers left out: not installed (requirements-test.lock has it)")
             return
-        peer = transformers_gpt2.TransformersGPT2(self.model, measure.threads())
+        peer = transformers_gpt2.peer_of(self.model, measure.threads())
         self.versions |= peer.versions
         longest, expected = self.ids[:-1], self.model(self.ids)
         for key, storage in (("peer_cached", "dynamic"), ("peer_static", "static")):

@@ -1,4 +1,4 @@
-"""The peer: GPT2LMHeadModel of the transformers library, on the same weights and threads.
+"""The peers: GPT2LMHeadModel and LlamaForCausalLM of the transformers library, same weights and threads.
 
 transformers is installed for tests only; `available()` says whether it is there.
 """
@@ -33,7 +33,14 @@ class TransformersGPT2:
         if threads:
             torch.set_num_threads(threads)
         self._torch, self._transformers = torch, transformers
-        c = model.config
+        self._model = self._empty(transformers, model.config).eval().requires_grad_(False)
+        # Copies, into memory that PyTorch aligned for itself.
+        self._model.load_state_dict(self._state(torch, model.params))
+        self._model.to(device, getattr(torch, dtype))
+        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.threads = torch.get_num_threads()
+
+    def _empty(self, transformers, c):
         described = transformers.GPT2Config(
             vocab_size=c.vocab_size,
             n_positions=c.max_seq_len,
@@ -43,13 +50,11 @@ class TransformersGPT2:
             n_inner=c.intermediate_size,
             layer_norm_epsilon=c.norm_eps,
         )
-        self._model = transformers.GPT2LMHeadModel(described).eval().requires_grad_(False)
-        state = {f"transformer.{name}": torch.from_numpy(array) for name, array in model.params.items()}
-        state["lm_head.weight"] = state["transformer.wte.weight"]
-        self._model.load_state_dict(state)  # copies, into memory that PyTorch aligned for itself
-        self._model.to(device, getattr(torch, dtype))
-        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        self.threads = torch.get_num_threads()
+        return transformers.GPT2LMHeadModel(described)
+
+    def _state(self, torch, params):
+        state = {f"transformer.{name}": torch.from_numpy(array) for name, array in params.items()}
+        return state | {"lm_head.weight": state["transformer.wte.weight"]}
 
     def uncached(self, ids, attention="sdpa"):
         """A call that computes a whole sequence without a cache: logits (T, vocab_size), a NumPy array."""
@@ -84,7 +89,7 @@ class TransformersGPT2:
             self._transformers.DynamicCache(config=config)
             if storage == "dynamic"
             else self._transformers.StaticCache(
-                config=config, max_cache_len=max_seq_len or config.n_positions
+                config=config, max_cache_len=max_seq_len or config.max_position_embeddings
             )
         )
         rows = self._torch.tensor(prompts, device=self._model.device)
@@ -98,6 +103,36 @@ class TransformersGPT2:
                 return logits
 
         return call
+
+
+class TransformersLlama(TransformersGPT2):
+    """The same with a LlamaForCausalLM and a `Llama`'s weights."""
+
+    def _empty(self, transformers, c):
+        described = transformers.LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_hidden_layers=c.num_layers,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            max_position_embeddings=c.max_seq_len,
+            rms_norm_eps=c.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+            tie_word_embeddings=c.tied_embeddings,
+        )
+        return transformers.LlamaForCausalLM(described)
+
+    def _state(self, torch, params):
+        state = {name: torch.tensor(array) for name, array in params.items()}
+        return {"lm_head.weight": state["model.embed_tokens.weight"]} | state
+
+
+def peer_of(model, threads):
+    """The transformers model that computes the same as `model`, a GPT2 or a Llama."""
+    kind = TransformersGPT2 if model.config.architecture == "gpt2" else TransformersLlama
+    return kind(model, threads)
 
 
 def same_answer(ours, theirs, tolerance=1e-3):

@@ -5,15 +5,15 @@ import pytest
 
 from kvcourse import loading
 from kvcourse.bench import numpy_gpt2
-from kvcourse.bench.transformers_gpt2 import TransformersGPT2
+from kvcourse.bench.transformers_gpt2 import TransformersGPT2, peer_of
 
 TOLERANCE = 1e-4  # float32 from the same weights, sums in another order, logits of size about 1
 
 
-@pytest.fixture(scope="module")
-def pair():
-    model = loading.random_model("gpt2", **numpy_gpt2.QUICK_SHAPE)
-    return model, TransformersGPT2(model, threads=None)
+@pytest.fixture(scope="module", params=["gpt2", "smollm2-135m"])
+def pair(request):
+    model = loading.random_model(request.param, **numpy_gpt2.QUICK_SHAPE)
+    return model, peer_of(model, threads=None)
 
 
 @pytest.mark.parametrize("attention", TransformersGPT2.ATTENTION)

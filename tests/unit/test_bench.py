@@ -12,12 +12,12 @@ import pytest
 
 from kvcourse import cli, loading, measure, paths
 from kvcourse.bench import chapter_code, numpy_gpt2, torch_gpt2, transformers_gpt2
-from kvcourse.bench.replay import StepProducts
+from kvcourse.bench.replay import step_products
 from kvcourse.caches import ContiguousCache
 
 
-def tiny_model():
-    return loading.random_model("gpt2", **numpy_gpt2.QUICK_SHAPE)
+def tiny_model(name="gpt2", **changes):
+    return loading.random_model(name, **(numpy_gpt2.QUICK_SHAPE | changes))
 
 
 @pytest.fixture
@@ -95,9 +95,20 @@ def test_a_peer_with_another_answer_is_no_peer():
 # --- what is timed ----------------------------------------------------------------------
 
 
-def test_the_replay_makes_every_product_of_a_step(monkeypatch):
+def spied_weights(model, kind):
+    """The model's weights seen through a subclass of ndarray, whatever it keeps them in."""
+    if model.config.architecture == "gpt2":
+        model.params = {name: array.view(kind) for name, array in model.params.items()}
+        model.__dict__.pop("_layers", None)
+    else:
+        model._layers = [{key: array.view(kind) for key, array in layer.items()} for layer in model._layers]
+        model._head = model._head.view(kind)
+
+
+@pytest.mark.parametrize("name, heads, a_layer", [("gpt2", {}, 6), ("smollm2-135m", {"num_kv_heads": 1}, 6)])
+def test_the_replay_makes_every_product_of_a_step(name, heads, a_layer):
     """Multiplied shapes of the model's own step and of the replay, in order: the same list."""
-    model = tiny_model()
+    model = tiny_model(name, **heads)
     cache = ContiguousCache.for_model(model)
     model(range(10), cache)
     multiplied = {"step": [], "replay": []}
@@ -114,14 +125,13 @@ def test_the_replay_makes_every_product_of_a_step(monkeypatch):
             result = getattr(ufunc, method)(*plain, **rest)
             return result.view(Spied) if isinstance(result, np.ndarray) else result
 
-    model.params = {name: array.view(Spied) for name, array in model.params.items()}
-    model.__dict__.pop("_layers", None)
+    spied_weights(model, Spied)
     cache._k, cache._v = cache._k.view(Spied), cache._v.view(Spied)
     model([1], cache)
-    replay = StepProducts(model, cache)
+    replay = step_products(model, cache)
     Spied.side = "replay"
     replay()
-    assert len(multiplied["step"]) == 6 * model.config.num_layers + 1
+    assert len(multiplied["step"]) == a_layer * model.config.num_layers + 1
     assert multiplied["replay"] == multiplied["step"]
 
 
@@ -235,11 +245,20 @@ def test_the_timing_process_gets_a_clean_environment(monkeypatch):
     assert not {"OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"} & environment.keys()
 
 
-def test_the_command_runs_its_own_process(capfd):
+@pytest.mark.parametrize("model", list(numpy_gpt2.MODELS))
+def test_the_command_runs_its_own_process(capfd, model):
     """The whole way once: command, process, JSON, table. One thread: other work slows that least."""
-    assert cli.main(["bench", "numpy", "--quick", "--no-transformers", "--threads", "1"]) == 0
+    words = ["--quick", "--no-transformers", "--threads", "1"]
+    assert cli.main(["bench", "numpy", "--model", model, *words]) == 0
     out = capfd.readouterr().out
-    assert out.startswith("a tiny GPT-2") and ", 1 thread, " in out
+    assert out.startswith(f"a tiny {model}") and ", 1 thread, " in out
+
+
+def test_only_what_is_promised_of_a_shape_has_a_limit():
+    seconds = {key: [0.1] * 5 for key in ("cached", "products", "peer_cached")}
+    found = {kind: numpy_gpt2.ratios(seconds, numpy_gpt2.LENGTHS, kind) for kind in ("numpy", "numpy-llama")}
+    limits = {kind: [limit for _, _, limit in ratios] for kind, ratios in found.items()}
+    assert limits == {"numpy": [1.25, 0.9, 1.45], "numpy-llama": [1.25, None, None]}
 
 
 def test_a_failed_timing_process_is_one_line(monkeypatch, capfd):
