@@ -53,6 +53,7 @@ def convert(path, folder, name):
     weights = read_weights(reader.tensors, config)
     config["tie_word_embeddings"] = not any(key.startswith("lm_head.weight") for key in weights)
     save_file(weights, folder / "model.safetensors")
+    (folder / "model.safetensors").chmod(0o644)  # save_file keeps others out: a class shares this folder
     _write_json(folder / "config.json", config)
     write_tokenizer(fields, folder, name)
     return folder
