@@ -8,7 +8,12 @@ import sys
 from importlib import import_module
 
 # What `kvcourse bench NAME` runs: a module with add_arguments(parser) and main(args) -> exit status or None.
-BENCHES = {"numpy": "kvcourse.bench.numpy_gpt2", "torch": "kvcourse.bench.torch_gpt2"}
+BENCHES = {
+    "numpy": "kvcourse.bench.numpy_gpt2",
+    "torch": "kvcourse.bench.torch_gpt2",
+    "heads": "kvcourse.bench.heads",
+    "quality": "kvcourse.bench.quality",
+}
 
 
 class CommandError(Exception):
