@@ -34,13 +34,14 @@ class KnownFile:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model the course knows by name. `folder` is where it lies, or None when not fetched yet."""
+    """A model the course knows by name. `folder` is where it lies, or None when not fetched yet;
+    `converted` says that its files are made on this machine, from a download."""
 
     name: str
     bundled: bool
-    converted: bool
     files: tuple[KnownFile, ...]
     folder: Path | None
+    converted: bool = False
 
     @property
     def size(self):
@@ -73,7 +74,7 @@ def available():
     found = {}
     for name, files in _known_files().items():
         folder = next(_folders(name), None)
-        found[name] = KnownModel(name, _is_bundled(name), _is_converted(name), files, folder)
+        found[name] = KnownModel(name, _is_bundled(name), files, folder, _is_converted(name))
     return found
 
 
