@@ -40,6 +40,7 @@ import json
 import os
 import platform
 import re
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -256,7 +257,7 @@ class Bench:
             for name, job in jobs.items():
                 if name not in runs:
                     runs[name] = job()
-                    print(f"{section}: {_line(name, runs[name]).strip()}", flush=True)
+                    print(f"{section}: {_line(name, runs[name]).strip()}", file=sys.stderr, flush=True)
                     save()
 
     def missing(self):

@@ -7,21 +7,12 @@ import pytest
 
 import kvcourse as kv
 from kvcourse import needle
-from kvcourse.tokenizer import Tokenizer
 
-BYTES = {bytes([b]): b for b in range(256)}
 TEXT = "It was a fine day. Nobody said so. " * 200  # sentences of 19 and 16 bytes
 
 
-def bytes_tokenizer(*joined):
-    """One token a byte, and the tokens `joined`, in the order of their merges."""
-    ranks = BYTES | {token: 256 + i for i, token in enumerate(joined)}
-    special = {token: len(ranks) + i for i, token in enumerate(("<|im_start|>", "<|im_end|>"))}
-    return Tokenizer("bytes", pat_str=r"\p{N}+|[^\p{N}]", mergeable_ranks=ranks, special_tokens=special)
-
-
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer(bytes_tokenizer):
     return bytes_tokenizer()
 
 
@@ -95,7 +86,7 @@ def test_the_length_named_in_the_error_is_the_shortest(tokenizer):
         needle.prompt(tokenizer, TEXT, shortest - 1, 0.5, seed=0)
 
 
-def test_a_tokenizer_that_joins_digits_is_refused():
+def test_a_tokenizer_that_joins_digits_is_refused(bytes_tokenizer):
     pairs = [f"{i:02}".encode() for i in range(100)]
     with pytest.raises(ValueError, match=r"bytes writes \d{5} as 3 tokens: the task needs one a digit"):
         needle.prompt(bytes_tokenizer(*pairs), TEXT, 500, 0.5, seed=0)
