@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 LAYOUT = "layer, kv_head, token, head_dim"  # of the arrays that export gives and load takes
+NO_LIMIT = 2**31  # more tokens than any stream will have
 
 
 class CacheFull(RuntimeError):
@@ -27,27 +28,27 @@ class KVCache(ABC):
     """Keys and values of one sequence. Subclasses decide how rows are stored.
 
     config       ModelConfig the rows fit: (num_layers, num_kv_heads, head_dim)
-    max_seq_len  capacity in tokens, at most the model's own max_seq_len
+    max_seq_len  capacity in tokens, at most the model's own max_seq_len unless `unlimited`
 
     `seq_len` alone says which rows count: whatever lies behind it is never read.
     """
 
     dtype = np.dtype(np.float32)
+    layout = LAYOUT
     max_pass = None  # most tokens of one pass, where a cache limits them
     unlimited = False  # True: may grow past the model's positions
 
     def __init__(self, config, max_seq_len=None):
-        limit = config.max_seq_len
+        self.config = config
+        limit = NO_LIMIT if self.unlimited else config.max_seq_len
         max_seq_len = limit if max_seq_len is None else max_seq_len
         if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int | np.integer):
             raise TypeError(
                 f"max_seq_len is {max_seq_len!r}: give a whole number of tokens, at most {limit:,}"
             )
         if not 1 <= max_seq_len <= limit:
-            raise ValueError(
-                f"max_seq_len {max_seq_len} is outside 1 … {limit:,}, the positions of {config.name}"
-            )
-        self.config = config
+            what = "more than any stream has" if self.unlimited else f"the positions of {config.name}"
+            raise ValueError(f"max_seq_len {max_seq_len} is outside 1 … {limit:,}, {what}")
         self.max_seq_len = int(max_seq_len)
         # One assignment moves both, so that an interrupt finds the old state or the new one.
         self._counts = (0, 0)
@@ -80,7 +81,7 @@ class KVCache(ABC):
         ValueError for n < 1 and TypeError for an n that is no whole number; the cache is
         unchanged after each.
         """
-        n = _whole(n)
+        n = whole_number(n)
         if self.pending:
             raise RuntimeError(
                 f"a pass over {self.pending} tokens is still open: call commit() or abort() first"
@@ -89,6 +90,11 @@ class KVCache(ABC):
             raise ValueError(f"a pass over {n} tokens is empty: give at least 1")
         if self.seq_len + n > self.max_seq_len:
             raise CacheFull(self._full_message(n))
+        if self.max_pass is not None and n > self.max_pass:
+            raise CacheFull(
+                f"a pass of {n:,} tokens: a {type(self).__name__} like this takes at most {self.max_pass:,}, "
+                "pass the prompt in chunks of that size"
+            )
         self._written = set()
         self._counts = (self.seq_len, n)
         return np.arange(self.seq_len, self.seq_len + n)
@@ -111,7 +117,7 @@ class KVCache(ABC):
         Raises ValueError for more than were begun, and RuntimeError when a layer has not
         stored its rows; the pass is then still open.
         """
-        n = self.pending if n is None else _whole(n)
+        n = self.pending if n is None else whole_number(n)
         if not 0 <= n <= self.pending:
             raise ValueError(f"cannot commit {n} tokens: {self.pending} were begun")
         if n:
@@ -138,7 +144,7 @@ class KVCache(ABC):
 
     def truncate(self, seq_len):
         """Go back to `seq_len` tokens. Later rows can never be read again."""
-        seq_len = _whole(seq_len)
+        seq_len = whole_number(seq_len)
         if self.pending:
             raise RuntimeError("a pass is open: call commit() or abort() before truncate()")
         oldest = self.seq_len - self.max_rewind
@@ -173,17 +179,16 @@ class KVCache(ABC):
         """The committed rows of one layer, in order, read-only: K and V (num_kv_heads, rows, head_dim)."""
 
     def key_positions(self, layer):
-        """The position of each row of `keys_values(layer)`, int64 (rows,)."""
+        """The position of each row of `keys_values(layer)`, int64 (rows,), or (num_kv_heads, rows) where
+        each head keeps tokens of its own."""
         return np.arange(self.seq_len)
 
     def export(self, start, stop):
         """The rows of tokens start … stop − 1 as a dict of arrays that `load` takes, copied."""
-        start, stop = _whole(start), _whole(stop)
-        if not 0 <= start <= stop <= self.seq_len:
-            raise ValueError(f"cannot export {start} … {stop}: the cache holds 0 … {self.seq_len}")
+        start, stop = self._check_range(start, stop)
         rows = [self.keys_values(layer) for layer in range(self.config.num_layers)]
         return {
-            "layout": LAYOUT,
+            "layout": self.layout,
             "dtype": self.dtype.name,
             "start": start,
             "keys": np.stack([k[:, start:stop] for k, _ in rows]),
@@ -208,12 +213,28 @@ class KVCache(ABC):
             self.abort()
             raise
 
-    def _check_payload(self, payload):
-        missing = {"layout", "dtype", "start", "keys", "values"} - set(payload)
+    def _check_range(self, start, stop):
+        start, stop = whole_number(start), whole_number(stop)
+        if not 0 <= start <= stop <= self.seq_len:
+            raise ValueError(f"cannot export {start} … {stop}: the cache holds 0 … {self.seq_len}")
+        return start, stop
+
+    def _check_parts(self, payload, *names):
+        """ValueError unless the payload has these parts, this cache's layout, and its next position."""
+        missing = {"layout", "dtype", "start", *names} - set(payload)
         if missing:
             raise ValueError(f"the payload lacks {', '.join(sorted(missing))}: give what export() returned")
-        if payload["layout"] != LAYOUT:
-            raise ValueError(f"the payload's layout is {payload['layout']!r}: this cache takes {LAYOUT!r}")
+        if payload["layout"] != self.layout:
+            raise ValueError(
+                f"the payload's layout is {payload['layout']!r}: this cache takes {self.layout!r}"
+            )
+        if payload["start"] != self.seq_len:
+            raise ValueError(
+                f"payload begins at position {payload['start']}, the cache ends at {self.seq_len}"
+            )
+
+    def _check_payload(self, payload):
+        self._check_parts(payload, "keys", "values")
         layers, heads, head_dim = self.config.cache_shape
         keys, values = np.asarray(payload["keys"]), np.asarray(payload["values"])
         fits = keys.ndim == 4 and (*keys.shape[:2], keys.shape[3]) == self.config.cache_shape
@@ -222,14 +243,13 @@ class KVCache(ABC):
                 f"payload of shape {keys.shape} does not fit: "
                 f"expected ({layers}, {heads}, tokens, {head_dim})"
             )
-        for found in (payload["dtype"], keys.dtype.name, values.dtype.name):
+        self._check_dtypes(payload, keys, values)
+        return keys, values
+
+    def _check_dtypes(self, payload, *arrays):
+        for found in (payload["dtype"], *(array.dtype.name for array in arrays)):
             if found != self.dtype.name:
                 raise TypeError(f"payload holds {found}, this cache {self.dtype.name}: convert it first")
-        if payload["start"] != self.seq_len:
-            raise ValueError(
-                f"payload begins at position {payload['start']}, the cache ends at {self.seq_len}"
-            )
-        return keys, values
 
     # --- for subclasses ----------------------------------------------------------------
 
@@ -251,22 +271,29 @@ class KVCache(ABC):
             raise RuntimeError("no pass is open: call begin(n) before attend()")
         if not 0 <= layer < self.config.num_layers:
             raise IndexError(f"layer {layer} is outside 0 … {self.config.num_layers - 1}")
-        _, heads, head_dim = self.config.cache_shape
-        expected = (heads, self.pending, head_dim)
-        if k.shape != expected or v.shape != expected:
+        shapes, rows = self._expected_shapes(), {"queries": q, "keys": k, "values": v}
+        if k.shape != shapes["keys"] or v.shape != shapes["values"]:
+            expected = " and ".join(dict.fromkeys(str(shapes[name]) for name in ("keys", "values")))
             raise ValueError(f"keys {k.shape} and values {v.shape} do not fit: expected {expected}")
-        expected = (self.config.num_heads, self.pending, head_dim)
-        if q.shape != expected:
-            raise ValueError(f"queries {q.shape} do not fit: expected {expected}")
-        for name, rows in (("queries", q), ("keys", k), ("values", v)):
-            if rows.dtype != self.dtype:
+        if q.shape != shapes["queries"]:
+            raise ValueError(f"queries {q.shape} do not fit: expected {shapes['queries']}")
+        for name, array in rows.items():
+            if array.dtype != self.dtype:
                 raise TypeError(
-                    f"{name} are {rows.dtype}, the cache holds {self.dtype}: use .astype(np.float32)"
+                    f"{name} are {array.dtype}, the cache holds {self.dtype}: use .astype(np.float32)"
                 )
+
+    def _expected_shapes(self):
+        """What `attend` takes in the open pass."""
+        _, heads, head_dim = self.config.cache_shape
+        rows = heads, self.pending, head_dim
+        return {"queries": (self.config.num_heads, self.pending, head_dim), "keys": rows, "values": rows}
 
     def _full_message(self, n):
         asked, limit = self.seq_len + n, self.max_seq_len
-        if limit == self.config.max_seq_len:
+        if self.unlimited:
+            way_out = "make the cache larger (max_seq_len), or without that limit"
+        elif limit == self.config.max_seq_len:
             way_out = (
                 f"{self.config.name} was trained with {limit:,} positions: "
                 f"shorten the prompt, or reset() the cache and keep the last tokens"
@@ -277,8 +304,21 @@ class KVCache(ABC):
         return f"{asked:,} tokens do not fit in a cache of {limit:,} ({held}): {way_out}"
 
 
-def _whole(number):
-    """An int from any whole-number type; TypeError for 1.5, NaN or True."""
+def whole_number(number, name=None, least=None):
+    """An int from any whole-number type; TypeError for 1.5, NaN or True, ValueError below `least`."""
     if isinstance(number, bool) or not isinstance(number, int | np.integer):
-        raise TypeError(f"{number!r} is not a whole number of tokens")
+        said = repr(number) if name is None else f"{name} is {number!r}: it"
+        raise TypeError(f"{said} is not a whole number of tokens")
+    if least is not None and number < least:
+        raise ValueError(f"{name} is {number}: it must be at least {least}")
     return int(number)
+
+
+def read_only(rows):
+    """A view of rows through which nothing can be written."""
+    view = rows.view()
+    view.flags.writeable = False
+    return view
+
+
+_whole = whole_number  # until every cache is renamed

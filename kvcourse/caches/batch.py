@@ -36,6 +36,7 @@ class BatchView:
         self.caches = caches
         self.lengths = lengths
         self.config = caches[0].config
+        self.unlimited = all(c.unlimited for c in caches)
         self._bounds = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         self._open = False  # whether this view has begun a pass in all its caches
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvcourse import ops
-from kvcourse.caches.base import KVCache
+from kvcourse.caches.base import KVCache, read_only
 
 
 class _Contiguous(KVCache):
@@ -34,7 +34,7 @@ class _InPlace(_Contiguous):
         return self._k.nbytes + self._v.nbytes
 
     def keys_values(self, layer):
-        return tuple(_read_only(rows[layer, :, : self.seq_len]) for rows in (self._k, self._v))
+        return tuple(read_only(rows[layer, :, : self.seq_len]) for rows in (self._k, self._v))
 
     def _write(self, layer, k, v):
         start, stop = self.seq_len, self.seq_len + self.pending
@@ -118,7 +118,7 @@ class ConcatenatingCache(_Contiguous):
         return sum(k.nbytes + v.nbytes for k, v in [*self._rows, *self._grown.values()])
 
     def keys_values(self, layer):
-        return tuple(_read_only(rows[:, : self.seq_len]) for rows in self._rows[layer])
+        return tuple(read_only(rows[:, : self.seq_len]) for rows in self._rows[layer])
 
     def _write(self, layer, k, v):
         old_k, old_v = self.keys_values(layer)
@@ -133,7 +133,4 @@ class ConcatenatingCache(_Contiguous):
         self._grown = {}
 
 
-def _read_only(rows):
-    view = rows.view()
-    view.flags.writeable = False
-    return view
+_read_only = read_only  # until every cache is renamed

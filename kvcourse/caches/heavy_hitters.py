@@ -5,38 +5,55 @@ the attention it has received, summed over the steps so far; half of the room go
 half to the newest tokens, per layer and KV head.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvcourse import ops
-from kvcourse.caches.base import CacheFull, KVCache, _whole
-from kvcourse.caches.contiguous import _read_only
+from kvcourse.caches.base import CacheFull, KVCache, read_only, whole_number
+
+
+class _Rows(NamedTuple):
+    """What the cache holds. Replaced as a whole, so that an interrupt finds the old rows or the new."""
+
+    k: np.ndarray  # (layers, KV heads, room, head_dim)
+    v: np.ndarray
+    score: np.ndarray  # attention received so far, (layers, KV heads, room)
+    position: np.ndarray  # (layers, KV heads, room)
+    held: int  # committed rows, the same number in every layer and head
 
 
 class HeavyHitterCache(KVCache):
     """At most `heavy + recent` rows a layer and KV head; each head keeps tokens of its own choice.
 
     A pass of up to `chunk` tokens sees what is held and itself; `commit` then evicts. Keys keep their
-    original positions. Eviction cannot be taken back: max_rewind is 0 once something was evicted.
-    The scores are counted in nbytes: an engine with a fused kernel has no attention weights to sum.
+    original positions. Neither an eviction nor attention once counted can be taken back: max_rewind is 0.
+    Scores and positions are counted in nbytes: an engine with a fused kernel has no attention weights to
+    sum. Equal scores: the older token stays.
     """
+
+    layout = "layer, kv_head, row, head_dim, with scores and positions"
+    max_rewind = 0
 
     def __init__(self, config, max_seq_len=None, *, heavy, recent, chunk=64):
         super().__init__(config, max_seq_len)
-        if heavy < 0 or recent < 1 or chunk < 1:
-            raise ValueError(f"heavy {heavy}, recent {recent}, chunk {chunk}: at least 0, 1 and 1")
-        self.heavy, self.recent, self.chunk = heavy, recent, chunk
-        self.max_pass = chunk
-        layers, heads, head_dim = config.cache_shape
-        shape = layers, heads, heavy + recent + chunk
-        self._k, self._v = (np.zeros((*shape, head_dim), self.dtype) for _ in "kv")
-        self._score, self._position = np.zeros(shape, np.float32), np.full(shape, -1)
-        self._held = 0  # committed rows, the same number in every layer and head
-        self._seen = {}  # layer -> attention received in the open pass, (heads, rows)
+        self.heavy = whole_number(heavy, "heavy", least=0)
+        self.recent = whole_number(recent, "recent", least=1)
+        self.chunk = self.max_pass = whole_number(chunk, "chunk", least=1)
+        self._rows = self._empty()
+        self._before = None  # the rows that a pass that is aborted goes back to
+        self._seen = {}  # layer -> attention that each query of the open pass gave, (heads, n, rows)
+
+    def _empty(self):
+        layers, heads, head_dim = self.config.cache_shape
+        room = layers, heads, self.heavy + self.recent + self.chunk
+        k, v = (np.zeros((*room, head_dim), self.dtype) for _ in "kv")
+        return _Rows(k, v, np.zeros(room, np.float32), np.full(room, -1), held=0)
 
     def begin(self, n):
-        if _whole(n) > self.chunk:
-            raise CacheFull(f"a pass of {n} tokens, the cache takes {self.chunk}: pass the prompt in chunks")
-        return super().begin(n)
+        positions = super().begin(n)
+        self._before = self._rows
+        return positions
 
     def attend(self, layer, q, k, v, rotate=None):
         self._check_rows(layer, q, k, v)
@@ -44,67 +61,105 @@ class HeavyHitterCache(KVCache):
             positions = np.arange(self.seq_len, self.seq_len + self.pending)
             q, k = rotate(q, positions), rotate(k, positions)
         keys, values = self._store(layer, k, v)
-        heads, rows, head_dim = keys.shape
+        heads, _, head_dim = keys.shape
         grouped = (q * head_dim**-0.5).reshape(heads, -1, self.pending, head_dim)
-        scores = grouped @ keys.swapaxes(1, 2)[:, None]  # (heads, group, n, rows)
-        scores[..., ~ops.causal_mask(self._held, self.pending)] = -np.inf
+        scores = grouped @ keys.swapaxes(1, 2)[:, None]  # (KV heads, group, n, rows)
+        scores[..., ~ops.causal_mask(self._rows.held, self.pending)] = -np.inf
         weights = ops.softmax_inplace(scores)
-        self._seen[layer] = weights.sum(axis=(1, 2))  # (heads, rows)
+        self._seen[layer] = weights.sum(axis=1)  # (KV heads, n, rows)
         return (weights @ values[:, None]).reshape(q.shape)
 
     def _write(self, layer, k, v):
-        new = slice(self._held, self._held + self.pending)
-        self._k[layer, :, new], self._v[layer, :, new] = k, v
-        self._score[layer, :, new] = 0
-        self._position[layer, :, new] = np.arange(self.seq_len, self.seq_len + self.pending)
-        return self._k[layer, :, : new.stop], self._v[layer, :, : new.stop]
+        r, n = self._rows, self.pending
+        new = slice(r.held, r.held + n)
+        r.k[layer, :, new], r.v[layer, :, new] = k, v
+        r.score[layer, :, new] = 0
+        r.position[layer, :, new] = np.arange(self.seq_len, self.seq_len + n)
+        return r.k[layer, :, : new.stop], r.v[layer, :, : new.stop]
+
+    def commit(self, n=None):
+        super().commit(n)
+        self._before = None
 
     def _keep(self, n):
-        seen, self._seen = self._seen, {}
-        if not n:
-            return
-        rows = self._held + n
-        for layer, received in seen.items():
-            self._score[layer, :, :rows] += received[:, :rows]
-        self._held = min(rows, self.heavy + self.recent)
-        if rows > self._held:
-            self._evict(rows)
+        if n:
+            self._rows = self._evicted(self._counted(n))
+        elif self.pending and self._before:
+            self._rows = self._before
+        self._seen = {}
 
-    def _evict(self, rows):
-        """Of the old rows keep the `heavy` largest scores, in order; the newest `recent` stay."""
-        old = rows - self.recent
-        ranked = np.argsort(-self._score[..., :old], axis=-1, kind="stable")
+    def _counted(self, n):
+        """The rows with the first n of the pass among them, and the attention that those gave."""
+        held = self._rows.held + n
+        score = self._rows.score.copy()
+        for layer, given in self._seen.items():
+            score[layer, :, :held] += given[:, :n, :held].sum(axis=1)
+        return self._rows._replace(score=score, held=held)
+
+    def _evicted(self, rows):
+        """Of the old rows the `heavy` with the largest scores, in order; then the newest `recent`."""
+        held = self.heavy + self.recent
+        if rows.held <= held:
+            return rows
+        old = rows.held - self.recent
+        ranked = np.argsort(-rows.score[..., :old], axis=-1, kind="stable")
         best = np.sort(ranked[..., : self.heavy], axis=-1)
-        newest = np.broadcast_to(np.arange(old, rows), (*best.shape[:2], self.recent))
+        newest = np.broadcast_to(np.arange(old, rows.held), (*best.shape[:2], self.recent))
         keep = np.concatenate([best, newest], axis=-1)  # (layers, heads, held)
-        for array in (self._k, self._v):
-            array[:, :, : self._held] = np.take_along_axis(array, keep[..., None], axis=2)
-        for array in (self._score, self._position):
-            array[:, :, : self._held] = np.take_along_axis(array, keep, axis=2)
-
-    @property
-    def max_rewind(self):
-        return self.seq_len if self._held == self.seq_len else 0
-
-    def truncate(self, seq_len):
-        super().truncate(seq_len)
-        self._held = min(self._held, seq_len)
+        fresh = self._empty()
+        for new, now in zip(fresh[:4], rows[:4], strict=True):
+            index = keep if now.ndim == 3 else keep[..., None]
+            new[:, :, :held] = np.take_along_axis(now, index, axis=2)
+        return fresh._replace(held=held)
 
     def reset(self):
         super().reset()
-        self._held = 0
+        self._rows, self._before, self._seen = self._empty(), None, {}
 
     @property
     def num_rows(self):
-        return self._held
+        return self._rows.held
 
     @property
     def nbytes(self):
-        return sum(a.nbytes for a in (self._k, self._v, self._score, self._position))
+        return sum(array.nbytes for array in self._rows[:4])
+
+    @property
+    def nbytes_used(self):
+        return sum(array[:, :, : self._rows.held].nbytes for array in self._rows[:4])
 
     def keys_values(self, layer):
-        return tuple(_read_only(a[layer, :, : self._held]) for a in (self._k, self._v))
+        return tuple(read_only(array[layer, :, : self._rows.held]) for array in self._rows[:2])
 
     def key_positions(self, layer):
-        """Here each KV head has positions of its own: int64 (num_kv_heads, rows)."""
-        return self._position[layer, :, : self._held].copy()
+        return self._rows.position[layer, :, : self._rows.held].copy()
+
+    def export(self, start, stop):
+        """The whole sequence: each head has kept tokens of its own, and scores that belong together."""
+        if self._check_range(start, stop) != (0, self.seq_len):
+            raise ValueError(f"cannot export {start} … {stop}: only the whole, 0 … {self.seq_len}")
+        arrays = [array[:, :, : self._rows.held].copy() for array in self._rows[:4]]
+        parts = dict(zip(("keys", "values", "scores", "positions"), arrays, strict=True))
+        return {"layout": self.layout, "dtype": self.dtype.name, "start": 0, "stop": stop} | parts
+
+    def load(self, payload):
+        """What `export` of a cache of the same `heavy` and `recent` gave, into an empty cache.
+
+        Raises ValueError or TypeError for a payload that does not fit, CacheFull when there is no room."""
+        self._check_parts(payload, "keys", "values", "scores", "positions", "stop")
+        keys, values = self._check_payload(payload)
+        held, stop = keys.shape[2], whole_number(payload["stop"])
+        arrays = keys, values, payload["scores"], payload["positions"]
+        if self.seq_len or self.pending or held != min(stop, self.heavy + self.recent):
+            raise ValueError(
+                f"a payload of {held} rows for {stop} tokens: load it into an empty cache, "
+                f"and of the same heavy and recent as it came from, here {self.heavy} and {self.recent}"
+            )
+        if np.shape(arrays[2]) != keys.shape[:3] or np.shape(arrays[3]) != keys.shape[:3]:
+            raise ValueError(f"scores and positions do not fit: expected {keys.shape[:3]}")
+        if stop > self.max_seq_len:
+            raise CacheFull(self._full_message(stop))
+        fresh = self._empty()
+        for new, given in zip(fresh[:4], arrays, strict=True):
+            new[:, :, :held] = given
+        self._rows, self._counts = fresh._replace(held=held), (stop, 0)

@@ -6,10 +6,7 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2 and 2.1.3, and appendix C,
 import numpy as np
 
 from kvcourse import ops
-from kvcourse.caches.base import KVCache
-from kvcourse.caches.contiguous import _read_only
-
-LAYOUT = "layer, token, latent then rotated key"
+from kvcourse.caches.base import KVCache, read_only
 
 
 class LatentCache(KVCache):
@@ -18,12 +15,16 @@ class LatentCache(KVCache):
     What is stored of a token is its *normed* latent and the shared key, rotated at its position.
     `attend` works in absorbed form: to the queries this is one KV head, whose key is the whole row
     and whose value is the row's latent part. So the values need no memory of their own.
+
+    Raises ValueError for a config without `latent`.
     """
 
+    layout = "layer, token, latent then rotated key"
+
     def __init__(self, config, max_seq_len=None):
-        super().__init__(config, max_seq_len)
         if not config.latent:
             raise ValueError(f"{config.name} caches keys and values per head: use a ContiguousCache")
+        super().__init__(config, max_seq_len)
         self.rank, self.rope = config.latent.kv_lora_rank, config.latent.qk_rope_head_dim
         self._rows = np.zeros((config.num_layers, self.max_seq_len, self.rank + self.rope), self.dtype)
         # The scale is that of the expanded form: the width of its keys, not of the rows here.
@@ -47,14 +48,13 @@ class LatentCache(KVCache):
         rows = self._rows[layer, None, :stop]
         return rows, rows[..., : self.rank]
 
-    def _check_rows(self, layer, q, k, v):
-        if not self.pending:
-            raise RuntimeError("no pass is open: call begin(n) before attend()")
-        n = self.pending
-        expected = (self.config.num_heads, n, self.rank + self.rope), (1, n, self.rope), (1, n, self.rank)
-        for name, rows, shape in zip(("queries", "shared keys", "latents"), (q, k, v), expected, strict=True):
-            if rows.shape != shape:
-                raise ValueError(f"{name} {rows.shape} do not fit: expected {shape}")
+    def _expected_shapes(self):
+        n, heads = self.pending, self.config.num_heads
+        return {
+            "queries": (heads, n, self.rank + self.rope),
+            "keys": (1, n, self.rope),
+            "values": (1, n, self.rank),
+        }
 
     @property
     def nbytes(self):
@@ -66,5 +66,23 @@ class LatentCache(KVCache):
 
     def keys_values(self, layer):
         """One KV head: keys (1, rows, rank + rope), and values that are the first `rank` columns of them."""
-        rows = _read_only(self._rows[layer, None, : self.seq_len])
+        rows = read_only(self._rows[layer, None, : self.seq_len])
         return rows, rows[..., : self.rank]
+
+    def export(self, start, stop):
+        """As in KVCache, with one array "rows" (num_layers, tokens, rank + rope)."""
+        start, stop = self._check_range(start, stop)
+        rows = self._rows[:, start:stop].copy()
+        return {"layout": self.layout, "dtype": self.dtype.name, "start": start, "rows": rows}
+
+    def _check_payload(self, payload):
+        self._check_parts(payload, "rows")
+        rows = np.asarray(payload["rows"])
+        layers, _, width = self._rows.shape
+        if rows.ndim != 3 or (rows.shape[0], rows.shape[2]) != (layers, width):
+            raise ValueError(
+                f"payload of shape {rows.shape} does not fit: expected ({layers}, tokens, {width})"
+            )
+        self._check_dtypes(payload, rows)
+        rows = rows[:, None]  # (layers, 1, tokens, width)
+        return rows[..., self.rank :], rows[..., : self.rank]

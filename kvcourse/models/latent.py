@@ -1,7 +1,9 @@
 """One layer of multi-head latent attention, expanded and absorbed.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; parameter names as in transformers'
-`DeepseekV3Attention`, weights stored (out, in).
+`DeepseekV3Attention`, weights stored (out, in). The norms on the latents are in its section 3.1.2.
+Rotation pairs halves of a vector, as everywhere here; DeepSeek's files pair neighbors
+(`rope_interleave`), which is another order of the same rows.
 """
 
 import numpy as np
@@ -12,12 +14,16 @@ from kvcourse import ops
 class LatentAttention:
     """`expanded(x, positions)` is the definition; `absorbed(x, cache, layer)` reads only latents.
 
+    config  ModelConfig with `latent` and `rope_theta`
     params  q_a_proj, q_a_layernorm, q_b_proj (or q_proj where queries are not compressed),
             kv_a_proj_with_mqa (rank + rope, d), kv_a_layernorm (rank,),
-            kv_b_proj (heads · (nope + v), rank), o_proj (d, heads · v)
+            kv_b_proj (heads · (nope + v), rank), o_proj (d, heads · v): see `param_shapes`
+
+    Both give the same (T, d) up to rounding. Raises ValueError for a config or params that do not fit.
     """
 
     def __init__(self, config, params):
+        check_params(config, params)
         self.config, self.params, self.sizes = config, params, config.latent
         self.rotate = ops.Rotary(self.sizes.qk_rope_head_dim, config.rope_theta)
         up = params["kv_b_proj"].reshape(config.num_heads, -1, self.sizes.kv_lora_rank)
@@ -33,7 +39,7 @@ class LatentAttention:
     def queries(self, x):
         """x (T, d) → per head the part without rotation (heads, T, nope) and with (heads, T, rope)."""
         p = self.params
-        if "q_proj" in p:
+        if self.sizes.q_lora_rank is None:
             q = x @ p["q_proj"].T
         else:
             q = ops.rms_norm(x @ p["q_a_proj"].T, p["q_a_layernorm"], self.config.norm_eps) @ p["q_b_proj"].T
@@ -41,7 +47,9 @@ class LatentAttention:
         return np.split(q, [self.sizes.qk_nope_head_dim], axis=2)
 
     def expanded(self, x, positions):
-        """Every head gets keys and values of its own, as in plain attention. Returns (T, d)."""
+        """The definition: every head gets keys and values of its own, as in plain attention.
+
+        x (T, d) of a whole text, positions (T,). Returns (T, d)."""
         latent, key = self.compressed(x)
         plain, turning = self.queries(x)
         shared = self.rotate(key[None], positions)  # (1, T, rope)
@@ -52,8 +60,10 @@ class LatentAttention:
         return self._merged(ops.attention(q, keys, values, start=0))
 
     def absorbed(self, x, cache, layer=0):
-        """q · (W c) = (Wᵀ q) · c: the up-projection of keys moves to the query, that of values to the
-        end. Between `cache.begin` and `commit`. Returns (T, d)."""
+        """q · (W c) = (Wᵀ q) · c: the up-projection of keys moves to the query, that of values to the end.
+
+        x (T, d), the tokens of the pass that is open: between `cache.begin(T)` and `cache.commit()`.
+        cache  a LatentCache. Returns (T, d)."""
         latent, key = self.compressed(x)
         plain, turning = self.queries(x)
         q = np.concatenate([plain @ self.up_keys, turning], axis=2)  # (heads, T, rank + rope)
@@ -64,8 +74,19 @@ class LatentAttention:
         return out.swapaxes(0, 1).reshape(out.shape[1], -1) @ self.params["o_proj"].T
 
 
+def check_params(config, params):
+    """Raise ValueError, in one line, unless params has the names and shapes of `param_shapes`."""
+    for name, shape in param_shapes(config).items():
+        if name not in params:
+            raise ValueError(f"{config.name}: the weights lack {name}, of shape {shape}")
+        if params[name].shape != shape:
+            raise ValueError(f"{config.name}: {name} has shape {params[name].shape}, the config says {shape}")
+
+
 def param_shapes(config):
-    """{name: shape} of one layer."""
+    """{name: shape} of one layer. Raises ValueError for a config without latents or rotary positions."""
+    if not config.latent or config.rope_theta is None:
+        raise ValueError(f"{config.name} has no latent attention: give a config with latent and rope_theta")
     s, d, heads = config.latent, config.hidden_size, config.num_heads
     key = s.qk_nope_head_dim + s.qk_rope_head_dim
     if s.q_lora_rank is None:
