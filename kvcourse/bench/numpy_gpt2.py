@@ -113,7 +113,7 @@ def keep(run, path, asked):
     CommandError for a disturbed run, and where it cannot be written.
     """
     if not asked:
-        print(f"\nNot kept. With --out it would be written to {_shown(path)}.")
+        print(f"\nNot kept. With --out it would be written to {shown(path)}.")
         return
     if run["results"]["disturbed"]:
         raise CommandError(
@@ -125,7 +125,7 @@ def keep(run, path, asked):
         path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise _not_writable(path, error) from None
-    print(f"\nKept in {_shown(path)}.")
+    print(f"\nKept in {shown(path)}.")
 
 
 def check_writable(path):
@@ -334,7 +334,7 @@ class _Bench:
         return timing
 
 
-def _shown(path):
+def shown(path):
     """A path as the reader writes it: relative to where they stand, if it lies below."""
     path, here = path.resolve(), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

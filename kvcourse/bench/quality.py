@@ -140,7 +140,7 @@ def main(args):
     run = bench.recorded_run()
     print(table(run))
     if args.out is None:
-        print(f"\nNot kept. With --out it would be written to {path}.")
+        print(f"\nNot kept. With --out it would be written to {numpy_gpt2.shown(path)}.")
     elif bench.missing():
         print(
             f"\n{part.name} still lacks {', '.join(bench.missing())}: run the command again without --only."
@@ -148,7 +148,7 @@ def main(args):
     else:
         _write(part, run)
         os.replace(part, path)
-        print(f"\nKept in {path}.")
+        print(f"\nKept in {numpy_gpt2.shown(path)}.")
 
 
 def default_path(device):
@@ -250,9 +250,7 @@ class Bench:
         for section in only or SECTIONS:
             settings, jobs = self._plan(section)
             if only or section not in self.results:
-                self.results[section] = settings | {"runs": {}}
-            if section == "stream":
-                self.results[section] |= _where()
+                self.results[section] = settings | (_where() if section == "stream" else {}) | {"runs": {}}
             runs = self.results[section]["runs"]
             for name, job in jobs.items():
                 if name not in runs:
