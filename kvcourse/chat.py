@@ -22,9 +22,10 @@ def encode(tokenizer, messages):
     """Token ids of `prompt(messages)`.
 
     Only the template's own marks become special tokens. One that somebody typed into a message is
-    read as plain text, so that no message can end its turn and forge the next one.
+    read as plain text, so that no message can end its turn and forge the next one. Raises ValueError
+    as `prompt` does, and for the tokenizer of a model without these marks.
     """
-    start, end = (tokenizer.encode_single_token(mark) for mark in (START, END))
+    start, end = (_mark(tokenizer, mark) for mark in (START, END))
     line = tokenizer.encode_ordinary("\n")
     ids = []
     for m in _whole(messages):
@@ -34,7 +35,16 @@ def encode(tokenizer, messages):
 
 def stop_token(tokenizer):
     """The id that ends an answer: give it to kv.generate as `stop`."""
-    return tokenizer.encode_single_token(END)
+    return _mark(tokenizer, END)
+
+
+def _mark(tokenizer, mark):
+    try:
+        return tokenizer.encode_single_token(mark)
+    except KeyError:
+        raise ValueError(
+            f"{tokenizer.name} has no token {mark}: only a chat model, such as smollm2-135m, takes messages"
+        ) from None
 
 
 def _whole(messages):
@@ -45,7 +55,8 @@ def _whole(messages):
         raise ValueError("no messages: give at least one, such as the question as a text")
     for place, message in enumerate(messages):
         allowed = ("user", "assistant") if place else ("system", "user", "assistant")
-        if message.get("role") not in allowed or not isinstance(message.get("content"), str):
+        parts = message if isinstance(message, dict) else {}
+        if parts.get("role") not in allowed or not isinstance(parts.get("content"), str):
             raise ValueError(
                 f"message {place} is {message!r:.60}: it needs a role ({', '.join(allowed)}) and a content"
             )

@@ -23,11 +23,14 @@ def sha256_of(path):
 
 
 def verify(path, sha256, remedy):
-    """Raise DamagedFile, in one line, unless `path` exists with this SHA-256."""
+    """Raise DamagedFile, in one line, unless `path` exists, can be read and has this SHA-256."""
     path = Path(path)
     if not path.is_file():
         raise DamagedFile(f"{path} is missing: {remedy}")
-    found = sha256_of(path)
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read ({_reason(error)}): {remedy}") from None
     if found != sha256:
         raise DamagedFile(f"{path} is damaged: SHA-256 {found[:12]}… instead of {sha256[:12]}…: {remedy}")
 

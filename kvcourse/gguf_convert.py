@@ -42,7 +42,7 @@ def convert(path, folder, name):
     Returns `folder`. Raises ValueError, in one line, for a file that is another model's.
     """
     import gguf
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,8 @@ def convert(path, folder, name):
     config = read_config(fields)
     weights = read_weights(reader.tensors, config)
     config["tie_word_embeddings"] = not any(key.startswith("lm_head.weight") for key in weights)
-    save_file(weights, folder / "model.safetensors")
+    # Not save_file: its files can be read by their owner alone, and a class shares this one.
+    (folder / "model.safetensors").write_bytes(save(weights))
     (folder / "model.safetensors").chmod(0o644)  # save_file keeps others out: a class shares this folder
     _write_json(folder / "config.json", config)
     write_tokenizer(fields, folder, name)
@@ -118,11 +119,11 @@ def unpermuted(rows, num_heads):
 
 
 def _hub_name(name):
-    parts = name.split(".")  # blk.3.attn_q.weight, or output_norm.weight
-    if parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}", parts[2]
-    if parts[0] in _OTHER_NAMES:
-        return f"{_OTHER_NAMES[parts[0]]}.{parts[1]}", parts[0]
+    parts = name.removesuffix(".weight").split(".")  # blk.3.attn_q.weight, or output_norm.weight
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.weight", parts[2]
+    if len(parts) == 1 and parts[0] in _OTHER_NAMES:
+        return f"{_OTHER_NAMES[parts[0]]}.weight", parts[0]
     raise ValueError(f"the GGUF holds the tensor {name!r}, which no Llama here has")
 
 

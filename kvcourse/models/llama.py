@@ -111,12 +111,17 @@ def check_params(config, params):
 def param_shapes(config):
     """{parameter name: shape} of a Llama of this config, in the order of the forward pass.
 
-    Raises ValueError for a config of another architecture.
+    Raises ValueError for a config of another architecture, or one whose heads cannot be rotated.
     """
     if config.architecture != "llama":
         raise ValueError(
             f"{config.name} is a {config.architecture} shape: this course sizes it, "
             f"and computes gpt2 and llama only"
+        )
+    if config.head_dim % 2 or config.rope_theta is None:
+        raise ValueError(
+            f"{config.name}: head_dim {config.head_dim} and rope_theta {config.rope_theta}: a Llama turns "
+            f"pairs of numbers, so head_dim must be even and rope_theta a number, usually 10,000"
         )
     d, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
