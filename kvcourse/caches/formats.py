@@ -77,16 +77,24 @@ class _Blocks(Format):
                 f"use a format such as int8/token or fp8"
             )
 
-    def _joined(self, rows, stored, codes):
-        """Scales (blocks, 1) float16 and codes (blocks, bytes) as one row of bytes per token."""
-        columns = stored.view(np.uint8), codes.view(np.uint8)
-        return {"blocks": np.concatenate(columns, axis=1).reshape(*rows.shape[:2], -1)}
+    def _blocks(self, rows):
+        """Rows as (num_kv_heads, n, blocks, 32)."""
+        return rows.reshape(*rows.shape[:2], rows.shape[2] // BLOCK, BLOCK)
+
+    def _joined(self, stored, codes):
+        """Scales (…, blocks, 1) float16 and codes (…, blocks, bytes): one row of bytes a token."""
+        both = np.concatenate([stored.view(np.uint8), codes.view(np.uint8)], axis=-1)
+        return {"blocks": both.reshape(*both.shape[:2], both.shape[2] * both.shape[3])}
 
     def _parted(self, parts, size):
         """(scales float32 (…, blocks, 1), codes uint8 (…, blocks, size − 2))."""
         stored = parts["blocks"]
         blocks = stored.reshape(*stored.shape[:2], stored.shape[2] // size, size)
         return blocks[..., :2].copy().view(np.float16).astype(np.float32), blocks[..., 2:]
+
+    def _rows(self, blocks):
+        """What `_blocks` took apart: (num_kv_heads, n, head_dim)."""
+        return blocks.reshape(*blocks.shape[:2], blocks.shape[2] * BLOCK)
 
 
 @dataclass(frozen=True)
@@ -97,15 +105,15 @@ class Q8_0(_Blocks):
         return "q8_0"
 
     def _encode(self, rows):
-        blocks = rows.reshape(-1, BLOCK)
+        blocks = self._blocks(rows)
         scale = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
         stored = _float16(scale, self)
         codes = _round_half_away(blocks * _inverse(scale)).astype(np.int8)
-        return self._joined(rows, stored, codes)
+        return self._joined(stored, codes)
 
     def decode(self, parts):
         scale, codes = self._parted(parts, 34)
-        return _heads(codes.view(np.int8) * scale)
+        return self._rows(codes.view(np.int8) * scale)
 
 
 @dataclass(frozen=True)
@@ -119,22 +127,17 @@ class Q4_0(_Blocks):
         return "q4_0"
 
     def _encode(self, rows):
-        blocks = rows.reshape(-1, BLOCK)
-        largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[:, None], axis=-1)
+        blocks = self._blocks(rows)
+        largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
         scale = largest / np.float32(-8)
         stored = _float16(scale, self)
         codes = np.trunc(blocks * _inverse(scale) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
-        return self._joined(rows, stored, codes[:, :16] | codes[:, 16:] << 4)
+        return self._joined(stored, codes[..., :16] | codes[..., 16:] << 4)
 
     def decode(self, parts):
         scale, codes = self._parted(parts, 18)
         both = np.concatenate([codes & 15, codes >> 4], axis=-1).view(np.int8) - np.int8(8)
-        return _heads(both * scale)
-
-
-def _heads(blocks):
-    """Blocks (num_kv_heads, n, blocks, 32) side by side: (num_kv_heads, n, head_dim)."""
-    return blocks.reshape(*blocks.shape[:2], blocks.shape[2] * BLOCK)
+        return self._rows(both * scale)
 
 
 def _float16(scale, form):
@@ -247,7 +250,8 @@ class PerToken(_Integers):
 
     def _encode(self, rows):
         heads, n, head_dim = rows.shape
-        grouped = rows.reshape(heads, n, -1, self.group or head_dim)
+        group = self.group or head_dim
+        grouped = rows.reshape(heads, n, head_dim // group, group)
         codes, scale, least = _quantized(grouped, self, axis=3)
         packed = _packed(codes.reshape(rows.shape), self.bits)
         return {"codes": packed, "scale": scale[..., 0], "least": least[..., 0]}
