@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import psutil
+
 from kvcourse import config as configs
 from kvcourse import tokenizer, weights
 from kvcourse.models import gpt2, llama
@@ -36,11 +38,25 @@ def random_model(name, seed=0, **changes):
 
     `changes` replace fields of the shape: random_model("gpt2", num_layers=2). It writes
     nonsense, but a step takes exactly as long as with the trained weights. Raises ValueError for a
-    shape that is only sized here, not computed.
+    shape that is only sized here, not computed, and for one that does not fit in this machine's memory.
     """
     config = replace(configs.lookup(name), **changes)
     model, param_shapes = _MODELS.get(config.architecture, _MODELS["gpt2"])  # which says what it computes
-    return model(config, weights.random_params(param_shapes(config), seed))
+    shapes = param_shapes(config)
+    _check_memory(config)
+    return model(config, weights.random_params(shapes, seed))
+
+
+def _check_memory(config):
+    """ValueError where the weights need more than the free memory: asking for them would end the kernel."""
+    # A Llama joins its matrices (see models/llama.py): for a moment they are there twice.
+    needed = 4 * config.num_parameters * (2 if config.architecture == "llama" else 1)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"{config.name} needs {needed / 1e9:.1f} GB while it is made, {free / 1e9:.1f} GB of memory are "
+            f"free: take fewer layers, such as random_model({config.name!r}, num_layers=2)"
+        )
 
 
 def load_tokenizer(name):

@@ -153,6 +153,8 @@ class Rotary:
     an angle near 8,000 is off by up to 0.0005.
     """
 
+    TABLE = 16_384  # positions whose cosines and sines are kept, 8 MB for heads of 64; later ones are computed
+
     def __init__(self, head_dim, theta):
         self.frequencies = float(theta) ** -(np.arange(0, head_dim, 2) / head_dim)  # float64 (d/2,)
         self._cos = self._sin = np.empty((0, head_dim // 2), np.float32)
@@ -168,10 +170,14 @@ class Rotary:
         return out
 
     def _tables(self, positions, dtype):
-        if dtype != np.float32:  # tests in float64
-            angles = positions[:, None] * self.frequencies
-            return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
-        if positions.max() >= len(self._cos):  # at least twice as many as before
-            angles = np.arange(max(256, 2 * len(self._cos), positions.max() + 1))[:, None] * self.frequencies
-            self._cos, self._sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        last = positions.max()
+        if dtype != np.float32 or last >= self.TABLE:  # tests in float64, and streams without end
+            return self._computed(positions, dtype)
+        if last >= len(self._cos):  # at least twice as many as before
+            table = np.arange(min(max(256, 2 * len(self._cos), last + 1), self.TABLE))
+            self._cos, self._sin = self._computed(table, dtype)
         return self._cos[positions], self._sin[positions]
+
+    def _computed(self, positions, dtype):
+        angles = positions[:, None] * self.frequencies
+        return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)

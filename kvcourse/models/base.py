@@ -51,7 +51,8 @@ class LanguageModel(ABC):
         A cache without a limit says so: no query in it is turned further from a key than its window.
         """
         last, limit = int(positions.max()), self.config.max_seq_len
-        if last >= limit and not getattr(cache, "unlimited", False):
+        unlimited = getattr(cache, "unlimited", False) and self.config.rope_theta is not None
+        if last >= limit and not unlimited:
             raise CacheFull(
                 f"position {last:,} is outside the {limit:,} positions of {self.config.name}: "
                 f"shorten the prompt, or reset() the cache and keep the last tokens"

@@ -1,13 +1,14 @@
 """ModelConfig refuses impossible shapes in one line; the catalogue's shapes are right."""
 
 import json
+import types
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
 import kvcourse as kv
 from kvcourse import config as configs
-from kvcourse import paths
+from kvcourse import loading, paths
 
 GPT2 = configs.lookup("gpt2")
 
@@ -105,5 +106,15 @@ def test_a_latent_has_no_rows_per_head():
 
 
 def test_models_that_are_sized_but_not_computed():
-    with pytest.raises(ValueError, match="llama-3.1-8b is a llama shape"):
+    with pytest.raises(ValueError, match="qwen2.5-1.5b is a qwen2 shape"):
+        kv.random_model("qwen2.5-1.5b")
+
+
+def test_a_model_that_does_not_fit_in_memory_is_not_begun(monkeypatch):
+    """8,030,261,248 parameters of 4 bytes, twice: the system would end the kernel before any message."""
+    free = types.SimpleNamespace(available=16_000_000_000)
+    monkeypatch.setattr(loading.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(loading.weights, "random_params", lambda *args: pytest.fail("memory was asked for"))
+    words = "llama-3.1-8b needs 64.2 GB while it is made, 16.0 GB of memory are free: take fewer layers"
+    with pytest.raises(ValueError, match=words):
         kv.random_model("llama-3.1-8b")
