@@ -153,7 +153,7 @@ class Rotary:
     an angle near 8,000 is off by up to 0.0005.
     """
 
-    TABLE = 16_384  # positions whose cosines and sines are kept, 8 MB for heads of 64; later ones are computed
+    TABLE = 16_384  # positions whose cosines and sines are kept: 4 MB for heads of 64
 
     def __init__(self, head_dim, theta):
         self.frequencies = float(theta) ** -(np.arange(0, head_dim, 2) / head_dim)  # float64 (d/2,)
