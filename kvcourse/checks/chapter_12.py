@@ -36,8 +36,8 @@ def grouped_attention(run: Run) -> str | None:
 def _explained(error):
     if isinstance(error, ValueError) and ("broadcast" in str(error) or "mismatch" in str(error)):
         return (
-            f"NumPy cannot pair the axes ({error}): reshape the queries to (KV heads, group, T, head_dim) and "
-            f"give keys and values an axis of 1 where the group stands, k[:, None]"
+            f"NumPy cannot pair the axes ({error}): give q the shape (KV heads, group, T, head_dim) and "
+            f"k and v an axis of 1 where the group stands, k[:, None]"
         )
     return None
 

@@ -174,20 +174,33 @@ def curves(run):
     ]
 
 
-def after_training(run, kv_heads, pooling):
-    """That model's nats in each held-out window at the last step."""
+def nats(run, kv_heads, pooling, point=-1):
+    """That model's nats in each held-out window, at a point of its curve: 0 before training, −1 after it."""
     found = [one for one in run.results["runs"] if (one["kv_heads"], one["pooling"]) == (kv_heads, pooling)]
-    return found[0]["curve"][-1]["nats"]
+    return found[0]["curve"][point]["nats"]
 
 
-def difference(run, kv_heads):
-    """(mean − first in bits per character after training, its standard error): the same windows, paired."""
+def difference(run, kv_heads, point=-1):
+    """(mean − first in bits per character, its standard error over the windows): the same windows, paired."""
     characters = run.results["characters"]
-    pairs = zip(*(after_training(run, kv_heads, how) for how in ("mean", "first")), characters, strict=True)
+    pairs = zip(*(nats(run, kv_heads, how, point) for how in ("mean", "first")), characters, strict=True)
     each = [(a - b) / math.log(2) / c for a, b, c in pairs]
     mean = sum(each) / len(each)
     spread = math.sqrt(sum((x - mean) ** 2 for x in each) / (len(each) - 1))
     return mean, spread / math.sqrt(len(each))
+
+
+def won_back(run, kv_heads):
+    """(bits per character of the better way after training, the share of its cost that training won back).
+
+    The cost is counted from the control before any training.
+    """
+    rows = {
+        (one["kv_heads"], one["pooling"]): row[2]
+        for one, row in zip(run.results["runs"], curves(run), strict=True)
+    }
+    best = min((bits for (n, _), bits in rows.items() if n == kv_heads), key=lambda bits: bits[-1])
+    return best[-1], (best[0] - best[-1]) / (best[0] - rows[4, "none"][0])
 
 
 def curves_table(run):
@@ -220,17 +233,14 @@ def curves_figure(run):
 
 def curves_text(run):
     """The sentence under it, with where it comes from."""
-    found = {
-        (one["kv_heads"], one["pooling"]): row
-        for one, row in zip(run.results["runs"], curves(run), strict=True)
-    }
-    control = found[4, "none"][2]
-    best = min((row for key, row in found.items() if key[0] == 2), key=lambda row: row[2][-1])
-    share = (best[2][0] - best[2][-1]) / (best[2][0] - control[0])
+    told = []
+    for kv_heads in (2, 1):
+        bits, share = won_back(run, kv_heads)
+        told.append(f"{kv_heads} KV head{'s' * (kv_heads > 1)} {bits:.2f}, {share:.0%} of the cost won back")
+    control = curves(run)[0][2][-1]
     return (
-        f"{best[0]}: {best[2][0]:.2f} bits per character at once, {best[2][-1]:.2f} after "
-        f"{run.results['steps']} steps, {share:.0%} of what the conversion had cost; the control stays at "
-        f"{control[-1]:.2f} ({run.label})."
+        f"After {run.results['steps']} steps: {'; '.join(told)}; the control {control:.2f} bits per "
+        f"character ({run.label})."
     )
 
 
