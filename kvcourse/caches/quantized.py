@@ -155,10 +155,11 @@ class QuantizedCache(KVCache):
 
     @property
     def nbytes_used(self):
-        layers, heads, head_dim = self.config.cache_shape
-        quantized = sum(form.bytes_per_token(heads, head_dim) for form in self.formats) * self._quantized
-        tail = 2 * 2 * heads * head_dim * (self.seq_len - self._quantized)  # K and V, 2 bytes a number
-        return int(layers * (quantized + tail))
+        tail = self.seq_len - self._quantized
+        used = [rows[:, :, :tail] for rows in self._tails]
+        for form, store in zip(self.formats, self._stores, strict=True):
+            used += [part[:, :, : self._quantized // form.tokens] for part in store.values()]
+        return sum(array.nbytes for array in used)
 
     def keys_values(self, layer):
         return tuple(read_only(self._rows(which, layer)) for which in (0, 1))
