@@ -26,6 +26,7 @@ KV_HEADS = [1, 2, 3, 4, 8, 9, 16, 32]  # of the panel: whatever divides 4, 9 or 
 POOLINGS = {"mean of the group": "mean", "first of the group": "first"}
 CARD_BYTES, CARD = sizing.device("l4").memory_bytes, "an L4 (24 GB)"
 PALE = f"rgba(0, 114, 178, {look.CACHED_OPACITY})"
+FAINT = 0.0005  # the smallest attention weight that is drawn
 LAYERS_APART = 1.0  # between the row of query heads and the row of KV heads
 
 
@@ -41,7 +42,7 @@ def read_by(query_head, num_heads, num_kv_heads, order="repeat"):
 
 def map_figure(num_heads, num_kv_heads, order="repeat"):
     """Query heads above, KV heads below, a line from each query head to the keys and values it reads."""
-    figure = look.new_figure("", "", height=210, grid=False)
+    figure = look.new_figure("", "", height=170, grid=False)
     width = num_heads / num_kv_heads
     places = [(kv + 0.5) * width - 0.5 for kv in range(num_kv_heads)]  # below the middle of its group
     for head in range(num_heads):
@@ -82,7 +83,7 @@ def map_figure(num_heads, num_kv_heads, order="repeat"):
     figure.update_yaxes(
         range=[-0.45, 1.45], showline=False, ticks="", tickvals=[1, 0], ticktext=["query heads", "KV heads"]
     )
-    return figure
+    return figure.update_layout(margin={"t": 10, "b": 10})
 
 
 def map_text(num_heads, num_kv_heads, order="repeat"):
@@ -91,10 +92,10 @@ def map_text(num_heads, num_kv_heads, order="repeat"):
     for head in range(num_heads):
         groups[read_by(head, num_heads, num_kv_heads, order)].append(str(head))
     told = [f"{_listed(group)} read KV head {kv}" for kv, group in enumerate(groups)]
-    text = f"Query heads {', '.join(told)}."
+    text = f"Query heads {'; '.join(told)}."
     if order == "tile":
         right = sum(read_by(h, num_heads, num_kv_heads) == h % num_kv_heads for h in range(num_heads))
-        text += f" {right} of {num_heads} read their own, the other {num_heads - right} a stranger's."
+        text += f" {right} of {num_heads} read their own, the other {num_heads - right} another group's."
     return text
 
 
@@ -122,7 +123,9 @@ def attention_figure(pieces, weights, heads):
             ]
             for q in range(n)
         ]
-        cells = look.heat_map(rows, hover=hover, color=look.QUERY, largest=1.0, bar_title="attention weight")
+        # A weight that was rounded to 0 is still one that the query may see: only later keys are left bare.
+        seen = [[max(rows[q][k], FAINT) if k <= q else 0 for k in range(n)] for q in range(n)]
+        cells = look.heat_map(seen, hover=hover, color=look.QUERY, largest=1.0, bar_title="attention weight")
         suffix = "" if number == 0 else str(number + 1)
         cells.update(xaxis=f"x{suffix}", showscale=number == len(heads) - 1)
         figure.add_trace(cells)
@@ -323,6 +326,7 @@ def sharing_figure(data):
     few = shape.num_heads <= 9
     figure.update_layout(
         barmode="stack",
+        legend={"traceorder": "normal"},
         xaxis={"domain": [0, 0.42], "range": [-0.6, shape.num_heads - 0.4], "dtick": 1 if few else 4},
         yaxis={"range": [shape.num_heads - 0.4, -0.6], "dtick": 1 if few else 4},
         xaxis2={
