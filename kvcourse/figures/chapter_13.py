@@ -81,8 +81,10 @@ def rank_figure(data):
     color = look.KEY if data["show"] == "keys" else look.VALUE
     name = "key" if data["show"] == "keys" else "value"
     largest = float(data["true"].max())
+    # The first direction is far stronger than the rest: at its scale the others would be bare.
+    usual = float(np.percentile(data["latent"], 98))
     maps = (
-        (f"latent, rank {data['rank']}", data["latent"], look.CACHES, float(data["latent"].max())),
+        (f"latent, rank {data['rank']}", data["latent"], look.CACHES, usual),
         (f"{name} of head {data['head']}", data["true"], color, largest),
         ("from the latent", data["rebuilt"], color, largest),
         ("missing", data["missing"], look.WRONG, largest),
@@ -95,9 +97,8 @@ def rank_figure(data):
             for y, line in enumerate(numbers)
         ]
         cells = look.heat_map(numbers.round(3).tolist(), hover=hover, color=tint, largest=top)
-        figure.add_trace(
-            cells.update(showscale=False, xgap=0, ygap=0, xaxis=f"x{suffix}", yaxis=f"y{suffix}")
-        )
+        cells.update(colorscale=_from_zero(tint), showscale=False, xgap=0, ygap=0)
+        figure.add_trace(cells.update(xaxis=f"x{suffix}", yaxis=f"y{suffix}"))
         left = 0.06 + 0.245 * place
         layout[f"xaxis{suffix}"] = {
             **axes["xaxis"],
@@ -115,9 +116,23 @@ def rank_figure(data):
             "title": {"text": "number" if place == 0 else ""},
         }
         figure.add_annotation(
-            x=left + 0.095, y=1.0, xref="paper", yref="paper", yanchor="bottom", text=title, showarrow=False
+            x=left + 0.095,
+            y=1.0,
+            xref="paper",
+            yref="paper",
+            xanchor="center",
+            yanchor="bottom",
+            text=title,
+            showarrow=False,
         )
     return figure.update_layout(**layout, margin={"t": 34})
+
+
+def _from_zero(color):
+    """A scale that starts at the page's color: where small rests are compared with what they are the rest
+    of, `heat_map`'s own start at 35 % would show a tenth as a third."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return [[0, f"rgba({red},{green},{blue},0.03)"], [1, f"rgba({red},{green},{blue},1)"]]
 
 
 def rank_text(data):
@@ -156,7 +171,12 @@ def token_figure(configs):
                 width=[width],
                 marker={
                     "color": look.CACHES,
-                    "pattern": {"shape": look.HATCH, "solidity": 0.15, "fgcolor": look.PAPER},
+                    "pattern": {
+                        "shape": look.HATCH,
+                        "solidity": 0.25,
+                        "fgcolor": look.CACHES,
+                        "bgcolor": f"rgba(0, 114, 178, {look.CACHED_OPACITY})",
+                    },
                     "line": {"color": look.INK, "width": 1},
                 },
                 hovertemplate=(
