@@ -1,6 +1,7 @@
 """Llama in NumPy: its operations by hand, the whole pass against loops, float32, names, one-line errors."""
 
 import math
+import sys
 import warnings
 from dataclasses import replace
 
@@ -402,3 +403,32 @@ def test_an_interrupted_pass_leaves_the_cache_as_it_was(moment, monkeypatch):
             model([1, 2, 3], cache)
     assert (cache.seq_len, cache.pending) == (23, 0)
     np.testing.assert_allclose(model([9], cache)[-1], model([*IDS, 9])[-1], **PASS)
+
+
+# --- with generate and random_model --------------------------------------------------------------
+
+
+def test_a_long_prompt_passes_in_chunks(monkeypatch):
+    """So that the memory of a pass does not grow with the prompt; the text is the same as without a cache."""
+    model, passes = small(), []
+    forward = llama.Llama._forward
+
+    def counted(self, ids, *args):
+        passes.append(len(ids))
+        return forward(self, ids, *args)
+
+    ids = np.random.default_rng(3).integers(50, size=250)
+    expected = kv.generate(model, ids, 4, use_cache=False)
+    monkeypatch.setattr(llama.Llama, "_forward", counted)
+    monkeypatch.setattr(sys.modules["kvcourse.generate"], "PREFILL_CHUNK", 100)
+    assert kv.generate(model, ids, 4) == expected
+    assert passes == [100, 100, 50, 1, 1, 1]
+
+
+def test_random_llamas_of_a_catalogue_shape_repeat_by_seed():
+    changes = dict(num_layers=1, vocab_size=60, hidden_size=36, num_heads=6, num_kv_heads=2, head_dim=8)
+    one, same, other = (kv.random_model("smollm2-135m", seed=s, **changes) for s in (1, 1, 2))
+    assert type(one) is llama.Llama and one.config.cache_shape == (1, 2, 8)
+    assert np.array_equal(one([1, 2]), same([1, 2])) and not np.array_equal(one([1, 2]), other([1, 2]))
+    with pytest.raises(ValueError, match="qwen3-4b is a qwen3 shape: this course sizes it"):
+        kv.random_model("qwen3-4b", num_layers=1)
