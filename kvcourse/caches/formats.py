@@ -192,7 +192,7 @@ class FP8(Format):
         return {"codes": codes | np.signbit(rows).astype(np.uint8) << 7}
 
     def decode(self, parts):
-        return _FP8_VALUES[parts["codes"]]
+        return _FP8_VALUES.take(parts["codes"])
 
 
 def _fp8_values():
@@ -309,7 +309,10 @@ def _quantized(x, form, axis):
 
 
 def _dequantized(codes, scale, least):
-    return codes * scale.astype(np.float32) + least.astype(np.float32)
+    """codes · scale + least, written over codes, float32."""
+    codes *= scale.astype(np.float32)
+    codes += least.astype(np.float32)
+    return codes
 
 
 def _packed(codes, bits):
@@ -321,10 +324,18 @@ def _packed(codes, bits):
     return out
 
 
+def _codes_of_a_byte(bits):
+    """The 8 / bits codes that each byte holds, the first in the lowest bits: float32 (256, 8 / bits)."""
+    shifts = np.arange(0, 8, bits)
+    return (np.arange(256)[:, None] >> shifts & 2**bits - 1).astype(np.float32)
+
+
+_CODES = {bits: _codes_of_a_byte(bits) for bits in (8, 4, 2)}
+
+
 def _unpacked(packed, bits):
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    codes = (packed[..., None] >> shifts) & np.uint8(2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
+    """What `_packed` packed, as float32: looked up, several times as fast as shifting bits."""
+    return _CODES[bits].take(packed, axis=0).reshape(*packed.shape[:-1], packed.shape[-1] * (8 // bits))
 
 
 def by_name(name):
