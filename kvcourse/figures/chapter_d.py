@@ -41,7 +41,7 @@ def frequency_table(head_dim, theta, longest, pairs):
 
 def circles_figure(head_dim, theta, pairs):
     """One circle for each of `pairs`: where the same pair of numbers points at positions 0 … 6."""
-    figure = look.new_figure("", "", height=290, grid=False)
+    figure = look.new_figure("", "", height=270, grid=False)
     for place, j in enumerate(pairs):
         middle, f = 3.2 * place, frequencies(head_dim, theta)[j]
         figure.add_trace(_circle(middle))
@@ -63,8 +63,8 @@ def circles_figure(head_dim, theta, pairs):
             x=middle, y=-1.65, text=f"pair {j}: {math.degrees(f):.2g}° a position", showarrow=False
         )
     width = 3.2 * (len(pairs) - 1)
-    figure.update_xaxes(visible=False, range=[-1.6, width + 1.6])
-    figure.update_yaxes(visible=False, range=[-1.9, 1.45], scaleanchor="x")
+    figure.update_xaxes(visible=False, range=[-1.3, width + 2])
+    figure.update_yaxes(visible=False, range=[-1.8, 1.45], scaleanchor="x")
     return figure.update_layout(margin={"l": 10, "r": 10, "t": 10, "b": 10})
 
 
@@ -174,7 +174,7 @@ def pair_figure(data):
             font={"color": color, "size": 16},
             showarrow=False,
         )
-    figure.add_annotation(x=0, y=-1.72, text=f"pair {data['pair']}; dotted: before", showarrow=False)
+    figure.add_annotation(x=0, y=-1.6, text=f"pair {data['pair']}; dotted: before", showarrow=False)
     distances = list(range(FARTHEST + 1))
     figure.add_trace(
         _line(distances, data["scores"], "the head's score", "solid").update(xaxis="x2", yaxis="y2")
@@ -196,16 +196,16 @@ def pair_figure(data):
             )
         )
     room = 0.06 * (data["highest"] - data["lowest"])
-    figure.update_xaxes(visible=False, range=[-1.6, 1.6], domain=[0, 0.36])
-    figure.update_yaxes(visible=False, range=[-1.9, 1.6], scaleanchor="x")
+    figure.update_xaxes(visible=False, range=[-1.45, 1.45], domain=[0, 0.38])
+    figure.update_yaxes(visible=False, range=[-1.8, 1.5], scaleanchor="x")
     return figure.update_layout(
         xaxis2=look.axis_like(figure, "xaxis")
-        | {"domain": [0.46, 1], "anchor": "y2", "range": [-1, FARTHEST + 1], "dtick": 8}
+        | {"domain": [0.47, 1], "anchor": "y2", "range": [-1, FARTHEST + 1], "dtick": 8}
         | {"title": {"text": "distance from query to key (positions)"}},
         yaxis2=look.axis_like(figure, "yaxis")
         | {"anchor": "x2", "range": [data["lowest"] - room, data["highest"] + room]}
         | {"title": {"text": "score"}},
-        legend={"x": 0.46},
+        legend={"x": 1, "xanchor": "right"},
     )
 
 
@@ -255,7 +255,13 @@ def _arrow(middle, angle, color, hover, *, dash, length=1.0):
         y=_rounded([0, length * math.sin(angle)]),
         mode="lines+markers",
         line={"color": color, "width": 3, "dash": dash},
-        marker={"symbol": "arrow", "angleref": "previous", "size": [0, 14], "color": color, "opacity": 1},
+        marker={
+            "symbol": "arrow",
+            "angleref": "previous",
+            "size": [0, 14],
+            "color": color,
+            "line": {"width": 0},
+        },
         hovertext=hover,
         hovertemplate="%{hovertext}<extra></extra>",
         showlegend=False,
