@@ -369,8 +369,8 @@ def sharing_text(data):
     weights, caches = data["steps"][n]
     text += (
         f"A step of {users} user{'s' * (users > 1)} with {tokens:,} tokens reads {_size(weights)} of weights "
-        f"and {_size(caches)} of caches, {caches / (weights + caches):.0%} caches. Beside the weights {CARD} "
-        f"holds {data['fits']:,} of them. "
+        f"and {_size(caches)} of caches, {_share(caches / (weights + caches))} caches. Beside the weights "
+        f"{CARD} holds {'only ' if data['fits'] < users else ''}{data['fits']:,} of them. "
     )
     if n == shape.num_kv_heads:
         own = data["measured"]
@@ -382,6 +382,10 @@ def sharing_text(data):
             f"{data['control']:.2f}."
         )
     return text + "Nobody trained it with so many: the loss is not known."
+
+
+def _share(part):
+    return f"{part:.0%}" if part >= 0.01 else "below 1%"
 
 
 def _size(count):

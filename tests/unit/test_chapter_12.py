@@ -198,16 +198,19 @@ def test_smollm2_overlaps_and_the_bug_are_far_from_a_rounding(page, smollm2, smo
     config, tok = smollm2.config, smollm2_tokenizer
     seen = page["OnePass"](config)
     smollm2(tok.encode(novel[:2000])[:128], seen, rows=[-1])
-    overlaps = {True: [], False: []}
+    overlaps, first = {True: [], False: []}, []
     for q, k, _ in seen.layers:
         scores = q @ np.repeat(k, 3, axis=0).swapaxes(1, 2) / 8
-        weights = ops.softmax(np.where(ops.causal_mask(0, 128), scores, np.float32(-np.inf)))[:, 32:, 1:]
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        weights = ops.softmax(np.where(ops.causal_mask(0, 128), scores, np.float32(-np.inf)))[:, 32:]
+        first.append(weights[..., 0].mean())
+        weights = weights[..., 1:] / weights[..., 1:].sum(axis=-1, keepdims=True)
         for a in range(9):
             for b in range(a):
                 overlaps[a // 3 == b // 3].append(np.minimum(weights[a], weights[b]).sum(axis=-1).mean())
     assert [round(100 * np.mean(overlaps[same])) for same in (True, False)] == [50, 40]
-    assert all(far_from_a_rounding(100 * np.mean(found), 0, 0.02) for found in overlaps.values())
+    shares = [100 * np.mean(found) for found in (*overlaps.values(), first)]
+    assert all(far_from_a_rounding(share, 0, 0.02) for share in shares), shares
+    assert f"position 0 takes {shares[-1]:.0f}% of all attention" in printed()
 
     passage = tok.encode(novel[:4000])[:256]
     found = []
@@ -322,6 +325,10 @@ def test_the_panels_numbers_by_hand():
     assert "(MQA, 9 query heads on each)" in figures.sharing_text(
         figures.sharing(1, "mean of the group", "SmolLM2 135M", 1, 500, MEASURED)
     )
+    crowded = figures.sharing_text(figures.sharing(32, "mean of the group", "Llama 2 7B", 16, 4000, MEASURED))
+    assert "holds only 5 of them. As trained." in crowded
+    short = figures.sharing_text(figures.sharing(1, "mean of the group", "Llama 2 7B", 1, 100, MEASURED))
+    assert "1.6 MB of caches, below 1% caches. Beside the weights an L4 (24 GB) holds 7," in short
     past = figures.sharing_text(figures.sharing(1, "mean of the group", "austen-gpt2", 1, 2000, MEASURED))
     assert past.endswith("The model has 1,024 positions: choose fewer tokens.")
 
