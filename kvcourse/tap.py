@@ -34,6 +34,7 @@ class Tap:
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"cache is a {type(cache).__name__}: a tap looks at one sequence, in a KVCache")
         self.config = config if cache is None else cache.config
+        self.unlimited = cache is not None and cache.unlimited  # whether positions may pass the model's
         self._mask = None if mask is None else _checked_mask(mask)
         self._cache = cache
         # layer -> (q, k, v), of the pass that is open (None without one) and of the last whole one

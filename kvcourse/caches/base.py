@@ -123,7 +123,7 @@ class KVCache(ABC):
         if n:
             self.check_complete()
         self._keep(n)
-        self._counts = (self.seq_len + n, 0)
+        self._count(n)
 
     def check_complete(self):
         """Raise RuntimeError unless every layer has stored its rows in the open pass."""
@@ -265,6 +265,10 @@ class KVCache(ABC):
 
     def _keep(self, n):  # noqa: B027 - nothing to do where rows already lie in place
         """The first n pending rows are about to count; n is 0 when a pass is taken back."""
+
+    def _count(self, n):
+        """The first n pending rows, kept, count from now on; the pass is over."""
+        self._counts = (self.seq_len + n, 0)
 
     def _check_rows(self, layer, q, k, v):
         if not self.pending:

@@ -78,8 +78,10 @@ class BatchView:
             cache.check_complete()
         before = [cache.seq_len for cache in self.caches]
         try:
+            for cache in self.caches:  # what may fail, in all of them before any counts
+                cache._keep(cache.pending)
             for cache in self.caches:
-                cache.commit()
+                cache._count(cache.pending)
         except BaseException:
             self.abort()
             for cache, seq_len in zip(self.caches, before, strict=True):

@@ -77,8 +77,8 @@ class HeavyHitterCache(KVCache):
         r.position[layer, :, new] = np.arange(self.seq_len, self.seq_len + n)
         return r.k[layer, :, : new.stop], r.v[layer, :, : new.stop]
 
-    def commit(self, n=None):
-        super().commit(n)
+    def _count(self, n):
+        super()._count(n)
         self._before = None
 
     def _keep(self, n):

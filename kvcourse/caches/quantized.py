@@ -86,8 +86,8 @@ class QuantizedCache(KVCache):
         return tuple(np.concatenate([self._rows(which, layer), self._new[layer][which]], axis=1)
                      for which in (0, 1))  # fmt: skip
 
-    def commit(self, n=None):
-        super().commit(n)
+    def _count(self, n):
+        super()._count(n)
         self._before = None
 
     def _keep(self, n):

@@ -171,6 +171,15 @@ def test_generate_passes_a_long_prompt_in_chunks_that_the_cache_takes(kind):
     assert cache.seq_len == 49
 
 
+def test_a_tap_looks_at_a_stream_beyond_the_model_s_positions():
+    model = MODELS["llama"]
+    cache, other = (kv.SlidingCache.for_model(model, window=8, num_sinks=2, slack=3) for _ in "ab")
+    tap = kv.Tap(model.config, cache=cache)
+    for start in range(0, 100, 4):
+        assert np.array_equal(model(IDS[start : start + 4], tap), model(IDS[start : start + 4], other))
+    assert cache.seq_len == 100 and tap.queries.shape == (2, 6, 4, 8)
+
+
 def test_generate_goes_on_beyond_the_model_s_positions():
     cache = kv.SlidingCache.for_model(MODELS["llama"], window=20, num_sinks=2, slack=5)
     new = kv.generate(MODELS["llama"], IDS[:40], 100, cache=cache)

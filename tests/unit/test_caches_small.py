@@ -268,6 +268,21 @@ def test_a_quantized_cache_refuses_what_it_cannot_write():
         assert snapshot(cache) == before
 
 
+def test_a_batch_keeps_a_pass_in_all_caches_or_in_none():
+    """The second cache refuses when the first has already evicted, or quantized what it cannot take back."""
+    for first in (KINDS["kivi"](), KINDS["heavy hitters"]()):
+        second = KINDS["kivi"]()
+        before = [snapshot(feed(first, 4, 4, 2)), snapshot(second)]
+        view, rows = kv.BatchView([first, second], [1, 7]), given(first, 8)
+        rows[2][0, 1, 0] = np.nan  # in the first token of the second cache: among the four that are quantized
+        view.begin(8)
+        for layer in (0, 1):
+            view.attend(layer, *rows)
+        with pytest.raises(ValueError, match="does not fit in float16"):
+            view.commit()
+        assert [snapshot(first), snapshot(second)] == before
+
+
 @every_kind
 @pytest.mark.parametrize("chunks", [(3,), (4, 4, 4)])
 def test_an_interrupt_in_commit_leaves_the_old_rows(kind, chunks, monkeypatch):
@@ -340,6 +355,7 @@ def test_bytes_by_hand():
     assert sliding.nbytes == numbers * 4 * (2 + 6 + 3) and sliding.nbytes_used == numbers * 4 * 8
     blocks = feed(KINDS["q8_0"](), 10)
     assert blocks.nbytes == 2 * 2 * 2 * 34 * 40 and blocks.nbytes_used == 2 * 2 * 2 * 34 * 10
+    assert blocks.nbytes_used == kv.sizing.kv_bytes(CONFIG, 10, "q8_0")
     kivi = feed(KINDS["kivi"](), 4, 4, 2)  # 4 tokens quantized, 6 in float16
     keys, values = 2 * 2 * (4 * 32 / 2 + 32 * 4) / 4, 2 * 2 * (32 / 2 + 4)
     assert kivi.nbytes_used == 4 * (keys + values) + 6 * numbers * 2
