@@ -78,59 +78,51 @@ def _variances(covariance, down):
 def rank_figure(data):
     """Four heat maps, positions left to right: latent, one head as it is, as it comes back, the rest."""
     figure = look.new_figure("", "", height=400, grid=False)
+    axes, layout = {axis: look.axis_like(figure, axis) for axis in ("xaxis", "yaxis")}, {}
+    for place in range(4):
+        suffix, left = str(place + 1) if place else "", 0.06 + 0.245 * place
+        figure.add_trace(
+            go.Heatmap(
+                zmin=0,
+                showscale=False,
+                xaxis=f"x{suffix}",
+                yaxis=f"y{suffix}",
+                hovertemplate="position %{x}, number %{y}: %{z:.2f}<extra></extra>",
+            )
+        )
+        more = {"anchor": f"y{suffix}", "title": {"text": "position"}, "showgrid": False, "dtick": 5}
+        layout[f"xaxis{suffix}"] = {**axes["xaxis"], **more, "domain": [left, left + 0.19]}
+        more = {"anchor": f"x{suffix}", "autorange": "reversed", "showgrid": False}
+        layout[f"yaxis{suffix}"] = {**axes["yaxis"], **more, "title": {"text": "" if place else "number"}}
+        figure.add_annotation(
+            x=left + 0.095, y=1, xref="paper", yref="paper", xanchor="center", yanchor="bottom",
+            showarrow=False,
+        )  # fmt: skip
+    rank_update(figure.update_layout(**layout, margin={"t": 34}), data)
+    return figure
+
+
+def rank_update(figure, data):
+    """Put `data` into a figure of `rank_figure`: a new one would take too long for a control that moves."""
     color = look.KEY if data["show"] == "keys" else look.VALUE
-    name = "key" if data["show"] == "keys" else "value"
-    largest = float(data["true"].max())
     # The first direction is far stronger than the rest: at its scale the others would be bare.
-    usual = float(np.percentile(data["latent"], 98))
+    usual, largest = float(np.percentile(data["latent"], 98)), float(data["true"].max())
     maps = (
         (f"latent, rank {data['rank']}", data["latent"], look.CACHES, usual),
-        (f"{name} of head {data['head']}", data["true"], color, largest),
+        (f"{data['show'][:-1]} of head {data['head']}", data["true"], color, largest),
         ("from the latent", data["rebuilt"], color, largest),
         ("missing", data["missing"], look.WRONG, largest),
     )
-    axes, layout = {axis: look.axis_like(figure, axis) for axis in ("xaxis", "yaxis")}, {}
-    for place, (title, numbers, tint, top) in enumerate(maps):
-        suffix = "" if place == 0 else str(place + 1)
-        hover = [
-            [f"position {x}, number {y} of the {title}: {cell:.2f}" for x, cell in enumerate(line)]
-            for y, line in enumerate(numbers)
-        ]
-        cells = look.heat_map(numbers.round(3).tolist(), hover=hover, color=tint, largest=top)
-        cells.update(colorscale=_from_zero(tint), showscale=False, xgap=0, ygap=0)
-        figure.add_trace(cells.update(xaxis=f"x{suffix}", yaxis=f"y{suffix}"))
-        left = 0.06 + 0.245 * place
-        layout[f"xaxis{suffix}"] = {
-            **axes["xaxis"],
-            "domain": [left, left + 0.19],
-            "anchor": f"y{suffix}",
-            "title": {"text": "position"},
-            "showgrid": False,
-            "dtick": 5,
-        }
-        layout[f"yaxis{suffix}"] = {
-            **axes["yaxis"],
-            "anchor": f"x{suffix}",
-            "autorange": "reversed",
-            "showgrid": False,
-            "title": {"text": "number" if place == 0 else ""},
-        }
-        figure.add_annotation(
-            x=left + 0.095,
-            y=1.0,
-            xref="paper",
-            yref="paper",
-            xanchor="center",
-            yanchor="bottom",
-            text=title,
-            showarrow=False,
-        )
-    return figure.update_layout(**layout, margin={"t": 34})
+    for trace, title, (text, numbers, tint, top) in zip(
+        figure.data, figure.layout.annotations, maps, strict=True
+    ):
+        trace.z, trace.zmax, trace.colorscale = numbers.round(3).tolist(), top, _from_zero(tint)
+        title.text = text
 
 
 def _from_zero(color):
-    """A scale that starts at the page's color: where small rests are compared with what they are the rest
-    of, `heat_map`'s own start at 35 % would show a tenth as a third."""
+    """A scale from the page's color: `template.heat_map` starts at 35 %, which would show a rest of a tenth
+    as more than a third of what it is the rest of."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return [[0, f"rgba({red},{green},{blue},0.03)"], [1, f"rgba({red},{green},{blue},1)"]]
 
@@ -202,4 +194,4 @@ def token_text(configs):
     for name, config in configs.items():
         size = sizing.kv_bytes_per_token(config, 2)
         parts.append(f"{name} {_numbers(config):,} × {config.num_layers}, {size / 1024:.1f} KiB")
-    return f"Numbers a layer × layers, and bytes of a token in 16 bits: {'; '.join(parts)}."
+    return f"Numbers a layer × layers is a token's cache, in 16 bits: {'; '.join(parts)}."

@@ -26,4 +26,5 @@ def rank_panel(bases, rows, perplexities, full) -> Panel:
         compute=partial(figures.rank_view, state),
         figure=figures.rank_figure,
         describe=figures.rank_text,
+        update=figures.rank_update,
     )
