@@ -63,7 +63,7 @@ def circles_figure(head_dim, theta, pairs):
             x=middle, y=-1.65, text=f"pair {j}: {math.degrees(f):.2g}° a position", showarrow=False
         )
     width = 3.2 * (len(pairs) - 1)
-    figure.update_xaxes(visible=False, range=[-1.3, width + 2])
+    figure.update_xaxes(visible=False, range=[-1.5, width + 2])
     figure.update_yaxes(visible=False, range=[-1.8, 1.45], scaleanchor="x")
     return figure.update_layout(margin={"l": 10, "r": 10, "t": 10, "b": 10})
 
@@ -261,6 +261,7 @@ def _arrow(middle, angle, color, hover, *, dash, length=1.0):
             "size": [0, 14],
             "color": color,
             "line": {"width": 0},
+            "opacity": 1,  # plotly's own for markers of different sizes is 0.7
         },
         hovertext=hover,
         hovertemplate="%{hovertext}<extra></extra>",
