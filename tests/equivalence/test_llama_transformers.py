@@ -191,6 +191,12 @@ def test_settings_that_are_not_computed_are_refused(folder, settings, words):
     assert folder.name in message and all(word in message for word in words)
 
 
+@pytest.mark.parametrize("content", ["[]", "null", '"llama"'])
+def test_a_config_that_is_no_object(folder, content):
+    (folder / "config.json").write_text(content)
+    assert "config.json holds" in refusal(folder)
+
+
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Mistral", "Gemma3Text"])
 def test_relatives_of_llama_are_refused(kind, tmp_path):
     """Their own parts, such as biases, norms of queries and keys, or windows, are not computed here."""
