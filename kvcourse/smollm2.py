@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from kvcourse import fetch, gguf_convert
@@ -52,8 +53,9 @@ def install(folder):
 def _sweep(place):
     """Remove what a process that was killed has left: working folders a day old, so that none is in use."""
     for left in place.glob(_WORK + "*"):
-        if time.time() - left.stat().st_mtime > 24 * 3600:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):  # its own process may be removing it just now
+            if time.time() - left.stat().st_mtime > 24 * 3600:
+                shutil.rmtree(left)
 
 
 def _put(made, folder):
