@@ -92,10 +92,9 @@ def _slot_mistake(got, seq_len, num_sinks, window, slack):
             "count from the first position that is no sink: take num_sinks off before the remainder",
         ),
         (
-            lambda p: num_sinks + (p - num_sinks) % (ring + num_sinks),
-            "the sinks are no part of the ring: it has window + slack slots",
+            lambda p: p % (ring + num_sinks),
+            "a ring over all slots runs over the sinks, which never move: it has window + slack slots",
         ),
-        (lambda p: p % (ring + num_sinks), "a ring over all slots runs over the sinks, which never move"),
     ):
         if got == slots(rule):
             return f"{where}: {name}"

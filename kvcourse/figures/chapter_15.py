@@ -90,8 +90,16 @@ def sinks_table(recorded, start=FROM):
     return "\n".join(lines)
 
 
+MISSING = "not in the recorded run yet: kvcourse bench quality goes on where it stopped"
+
+
 def stream_table(stream):
-    """Memory, the time of a step and perplexity after each thousand tokens, for both caches, as text."""
+    """Memory, the time of a step and perplexity after each thousand tokens, for both caches, as text.
+
+    `stream`, like the sections of the other tables, may be None where a recorded run is not complete.
+    """
+    if stream is None:
+        return MISSING
     lines = [
         f"{'':>8}{STREAMS[0]:>32}{'all keys':>32}",
         f"{'tokens':>8}" + f"{'MiB':>10}{'a step':>10}{'perplexity':>12}" * 2,
@@ -115,16 +123,20 @@ def stream_table(stream):
 
 def step_growth(stream, name):
     """How many times longer a step takes after the last thousand tokens than after the first."""
+    if stream is None:
+        return math.nan
     thousands = stream["runs"][name]["thousands"]
     return thousands[-1]["step"] / thousands[0]["step"]
 
 
 def heavy_table(section):
     """Perplexity with equal rows: sinks and window, heavy hitters and newest, all keys; as text."""
+    if section is None:
+        return MISSING
     lines = [f"{'rows':>10}{'perplexity':>12}"]
-    for name in HEAVY:
+    for name in filter(section["runs"].get, HEAVY):
         run = section["runs"][name]
-        rows = "all" if run["rows"] is None or name == "full" else str(run["rows"])
+        rows = "all" if name == "full" else str(run["rows"])
         lines.append(
             f"{rows:>10}{perplexity(run['log_probs']):>12.1f}  {'' if name == 'full' else name}".rstrip()
         )
@@ -133,6 +145,8 @@ def heavy_table(section):
 
 def needle_table(section):
     """Needles found by cache, length and depth, as text."""
+    if section is None:
+        return MISSING
     runs = section["runs"].values()
     lengths = sorted({run["length"] for run in runs})
     lines = [f"{'tokens':>8}  {'':<24}{'at 10 %':>9}{'at 50 %':>9}{'at 90 %':>9}{'p of a digit':>15}"]
@@ -166,14 +180,21 @@ def along(log_probs, width=SMOOTH, every=EVERY):
 
 
 def share_figure(share):
-    """Share of the attention that position 0 gets: (layers, heads), each a mean over queries."""
-    share = np.asarray(share)
+    """Share of the attention that position 0 gets: (layers, heads), each a mean over queries.
+
+    Two decimals of each are drawn, and nothing below 0.01.
+    """
+    cells = [[round(value, 2) if value >= 0.01 else 0 for value in row] for row in np.asarray(share).tolist()]
     figure = look.new_figure("head", "layer", height=look.MAX_HEIGHT, grid=False)
     hover = [
-        [f"layer {layer}, head {head}: {value:.1%} of the attention on position 0" for head, value in row]
-        for layer, row in enumerate([list(enumerate(row)) for row in share.tolist()])
+        [
+            f"layer {layer}, head {head}: "
+            + (f"{value:.0%}" if value else "less than 1 %")
+            + " on position 0"
+            for head, value in enumerate(row)
+        ]
+        for layer, row in enumerate(cells)
     ]
-    cells = [[max(round(value, 3), 0.001) if value >= 0.01 else 0 for value in row] for row in share.tolist()]
     figure.add_trace(look.heat_map(cells, hover=hover, largest=1.0, bar_title="share of position 0"))
     figure.update_xaxes(dtick=1)
     return figure.update_yaxes(autorange="reversed", dtick=3)
@@ -344,7 +365,8 @@ def _binned(weights):
     rest[:, 0] = 0
     cells = np.concatenate([first, rest.reshape(len(rows), -1, BIN).sum(axis=2)], axis=1)
     causal = np.concatenate([np.ones((len(rows), 1), bool), np.tri(len(rows), dtype=bool)], axis=1)
-    return np.where(causal, np.maximum(np.round(cells, 3), 0.001), 0).tolist()
+    cells = np.round(cells.astype(np.float64), 3)  # a cell that is seen is never blank
+    return np.where(causal, np.maximum(cells, 0.001), 0).tolist()
 
 
 def _evicted(T, rows, sinks):

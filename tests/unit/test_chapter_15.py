@@ -129,7 +129,7 @@ def seen(smollm2, smollm2_tokenizer):
 
 
 def test_perplexities_and_shares_are_far_from_a_rounding(smollm2, seen):
-    """Processors differ by about 1e-5 of a perplexity and 1e-6 of a share."""
+    """Processors differ by about 1e-5 of a perplexity."""
     ids, log_probs, share, mean = seen
     mask = ops.causal_mask(0, 256)
     mask[64:, 0] = False
@@ -146,8 +146,9 @@ def test_perplexities_and_shares_are_far_from_a_rounding(smollm2, seen):
         assert text in printed() and _margin(value, 1) > 1e-3
         assert figures.whole(value) in text
     assert f"{share.mean():.0%}" == "31%" and _margin(share.mean(), 0.01) > 1e-3
-    # Of the heat map of the still: two decimals a cell, and what lies below one percent is blank.
-    assert min(abs((share * 100) % 1 - 0.5).min(), abs(share - 0.01).min() * 100) > 1e-3
+    # The still shows two decimals of each share, and none below one percent. Between BLAS kernels (SkylakeX,
+    # Haswell, Nehalem) shares differ by up to 3.3e-7.
+    assert abs((share * 100) % 1 - 0.5).min() / 100 > 3.3e-6 and abs(share - 0.01).min() > 3.3e-6
     for layer, sinks in ((11, 0), (23, 0), (7, 1), (17, 1)):
         late = mean[layer, 256:]
         kept = (late * figures.visible(512, 64, sinks)[256:]).sum(axis=1).mean()
@@ -209,10 +210,11 @@ def test_what_the_page_says_of_the_recorded_run(recorded):
         for sinks in (1, 2, 4, 8):
             assert found["full"] < found[rows, sinks] < 1.45 * found["full"]
     assert min((1, 2, 4, 8), key=lambda sinks: found[128, sinks]) == 1
-    assert found[128, 1] < found[128, 4] < found[128, 8]
-    assert max(found[256, s] for s in (1, 2, 4, 8)) < 1.01 * found[256, 1]  # too small to matter
+    for rows in figures.ROWS:
+        assert abs(found[rows, 4] / found[rows, 1] - 1) < 0.015  # "next to nothing"
+    assert 1.01 < found[64, 8] / found[64, 1] and 1.01 < found[128, 8] / found[128, 1]  # "begin to show"
     assert 1.25 < found[64, 1] / found["full"] < 1.4  # "a third above"
-    assert 1 / 7 < figures.perplexity(recorded[128, 4]) / figures.perplexity(recorded["full"]) - 1 < 1 / 5
+    assert 0.15 < found[128, 4] / found["full"] - 1 < 0.18  # "a sixth above"
 
 
 def test_the_live_runs_are_the_beginning_of_the_recorded_one(recorded, seen):
@@ -220,8 +222,15 @@ def test_the_live_runs_are_the_beginning_of_the_recorded_one(recorded, seen):
     np.testing.assert_allclose(seen[1], recorded["full"][:511], atol=2e-3, rtol=0)
 
 
+def _section(name):
+    results = measure.recorded_runs("quality")[-1].results
+    if name not in results:
+        pytest.skip(f"the recorded run has no {name} yet: kvcourse bench quality goes on where it stopped")
+    return results[name]["runs"]
+
+
 def test_what_the_page_says_of_the_long_text():
-    stream = measure.recorded_runs("quality")[-1].results["stream"]["runs"]
+    stream = _section("stream")
     sliding, full = (stream[name]["thousands"] for name in figures.STREAMS)
     assert {row["nbytes_used"] for row in sliding} == {256 * figures.ROW_BYTES}
     assert [row["nbytes_used"] for row in full] == [row["tokens"] * figures.ROW_BYTES for row in full]
@@ -232,20 +241,23 @@ def test_what_the_page_says_of_the_long_text():
     assert abs(halves[1] / halves[0] - 1) < 0.2  # "without a trend"
 
 
-def test_what_the_page_says_of_heavy_hitters_and_needles():
-    results = measure.recorded_runs("quality")[-1].results
-    found = {
-        name: figures.perplexity(run["log_probs"]) for name, run in results["heavy_hitters"]["runs"].items()
-    }
+def test_what_the_page_says_of_heavy_hitters():
+    found = {name: figures.perplexity(run["log_probs"]) for name, run in _section("heavy_hitters").items()}
+    if set(figures.HEAVY) - set(found):
+        pytest.skip("the recorded run lacks some of the heavy hitters yet")
     assert found["64 heavy, 64 recent"] < found["4 sinks, 124 window"]
     assert found["128 heavy, 128 recent"] < found["4 sinks, 252 window"]
-    for name, run in results["needles"]["runs"].items():
-        cache = name.split(" at ")[0]
+
+
+def test_what_the_page_says_of_needles():
+    for name, run in _section("needles").items():
+        cache, hits = name.split(" at ")[0], {}
+        for record in run["records"]:
+            hits[record["depth"]] = hits.get(record["depth"], 0) + record["found"]
         if cache in ("4 sinks, 252 window", "128 heavy, 128 recent"):
-            early = [record["found"] for record in run["records"] if record["depth"] == 0.1]
-            assert not any(early)
+            assert hits[0.1] <= 1 and hits[0.1] + hits[0.5] <= hits[0.9]  # "near the end of the text"
         if cache == "float16":
-            assert all(record["found"] for record in run["records"])
+            assert sum(hits.values()) == len(run["records"])
 
 
 RESULTS = {
@@ -299,6 +311,7 @@ def test_the_tables_by_hand():
     assert table[3].split() == "2,000 2.0 22.0 ms 7.4".split()
     assert table[4].endswith("4.0 MiB") and table[5].endswith("busy")
     assert figures.step_growth(RESULTS["stream"], "4 sinks, 252 window") == pytest.approx(22 / 21)
+    assert figures.stream_table(None) == figures.heavy_table(None) == figures.needle_table(None)
     row = figures.needle_table(RESULTS["needles"]).split("\n")[1]
     assert row.split() == "512 all keys (in float16) 0 of 2 2 of 2 2 of 2 0.37".split()
 
