@@ -26,7 +26,7 @@ KV_HEADS = [1, 2, 3, 4, 8, 9, 16, 32]  # of the panel: whatever divides 4, 9 or 
 POOLINGS = {"mean of the group": "mean", "first of the group": "first"}
 CARD_BYTES, CARD = sizing.device("l4").memory_bytes, "an L4 (24 GB)"
 PALE = f"rgba(0, 114, 178, {look.CACHED_OPACITY})"
-FAINT = 0.0005  # the smallest attention weight that is drawn
+FAINT = 0.002  # the smallest attention weight that is drawn
 LAYERS_APART = 1.0  # between the row of query heads and the row of KV heads
 
 

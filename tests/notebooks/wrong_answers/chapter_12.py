@@ -26,21 +26,15 @@ def _repeated(q, k, v, start):
 
 
 def _broadcast(q, k, v, start):
-    def wide(rows):
-        shape = len(rows), len(q) // len(rows), *rows.shape[1:]
-        return np.broadcast_to(rows[:, None], shape).reshape(len(q), *rows.shape[1:])
-
-    return _attend(q, wide(k), wide(v), start)
+    """Copies K alone, by a reshape that looks as if it cost nothing."""
+    group = len(q) // len(k)
+    wide = np.broadcast_to(k[:, None], (len(k), group, *k.shape[1:])).reshape(len(q), *k.shape[1:])
+    out = _attend(_grouped(q, k), wide.reshape(len(k), group, *k.shape[1:]), v[:, None], start)
+    return out.reshape(q.shape)
 
 
 def _tiled(q, k, v, start):
     return _attend(q, *(np.tile(rows, (len(q) // len(k), 1, 1)) for rows in (k, v)), start)
-
-
-def _group_first(q, k, v, start):
-    """The queries as (group, KV heads, T, head_dim): the same bug without a copy."""
-    grouped = q.reshape(-1, len(k), *q.shape[1:])
-    return _attend(grouped, k[None], v[None], start).reshape(q.shape)
 
 
 def _other_order(q, k, v, start):
@@ -97,7 +91,6 @@ WRONG = {
         (_repeated, "K or V is copied for every query head"),
         (_broadcast, "K or V is copied for every query head"),
         (_tiled, "reads KV head h mod 2, as np.tile gives"),
-        (_group_first, "reads KV head h mod 2, as np.tile gives"),
         (_other_order, "in another order than they came in"),
         (_still_grouped, "put the groups together again"),
         (_without_mask, "the causal mask is missing"),
