@@ -392,7 +392,7 @@ def test_other_right_answers_pass(right):
 
 def test_groups_in_the_other_order_are_tile_without_a_tile():
     def group_first(q, k, v, start):
-        """Right but for the axes of the queries: (group, KV heads, …) where it must be (KV heads, group, …)."""
+        """The queries as (group, KV heads, …), where it must be (KV heads, group, …)."""
         order = np.arange(len(q)).reshape(-1, len(k)).T.ravel()  # as they stand behind each KV head
         return solution()(q[order], k, v, start)[np.argsort(order)]
 
