@@ -21,6 +21,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from kvcourse import weights
+
 CHAPTERS = Path(__file__).resolve().parents[2] / "chapters"
 # A widget's view names a model that lives in one kernel only. Without it JupyterLab shows the
 # stored text, "<Panel: …>", until the reader runs the cell.
@@ -51,10 +53,15 @@ def run(notebook, folder, timeout=300):
 
 
 def empty_record(home):
-    """The environment of a kernel whose reader has no record yet; `home` is an empty folder."""
+    """The environment of a kernel whose reader has no record yet; `home` is an empty folder.
+
+    SmolLM2 stays reachable where it was fetched; else each page that needs it would download it anew.
+    """
     record = {"KVCOURSE_HOME": str(home), "KVCOURSE_PROGRESS": str(Path(home) / "progress.json")}
     inherited = {name: value for name, value in os.environ.items() if name != "KVCOURSE_SHARED"}
-    return inherited | record
+    fetched = weights.available()["smollm2-135m"].folder
+    shared = {"KVCOURSE_SHARED": str(fetched.parent)} if fetched else {}
+    return inherited | record | shared
 
 
 def _what(error, timeout):

@@ -91,3 +91,15 @@ def test_the_record_of_whoever_runs_it_is_not_seen(monkeypatch, tmp_path):
     given = make_chapters.empty_record(tmp_path)
     assert "/somebody" not in given.values()
     assert given["KVCOURSE_HOME"] == str(tmp_path)
+
+
+def test_a_fetched_model_stays_reachable(monkeypatch, tmp_path):
+    """Without it every page that needs SmolLM2 would download it anew, into an empty home."""
+    folder = tmp_path / "shared" / "models" / "smollm2-135m"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "encoding.json", "vocabulary.tiktoken", "model.safetensors"):
+        (folder / name).touch()
+    monkeypatch.setenv("KVCOURSE_HOME", str(tmp_path / "shared"))
+    monkeypatch.delenv("KVCOURSE_SHARED", raising=False)
+    given = make_chapters.empty_record(tmp_path / "home")
+    assert given["KVCOURSE_SHARED"] == str(folder.parent)
