@@ -101,34 +101,36 @@ def near(value, shown, digits):
 
 
 def test_printed_perplexities(page):
-    text, perplexity = printed(), page["perplexity"]
-    for line, make, shown in (
-        ("as trained: 512 numbers a token and layer, perplexity 31.5", lambda: None, "31.5"),
-        (
-            "latent of rank 128: 128 numbers a token and layer, perplexity 31.7",
-            lambda: squeezed(page, 128),
-            "31.7",
-        ),
-        ("perplexity 33.5, without a latent 31.5", lambda: squeezed(page, 64), "33.5"),
-        (
-            "rank 256: perplexity 31.5, with the scale of the row 42.3",
-            lambda: page["Latents"](256, 1 / 16),
-            "42.3",
-        ),
+    text, log_probs = printed(), page["log_probs"]
+    plain, found = log_probs(lambda: None), log_probs(lambda: squeezed(page, 128))
+    shared = log_probs(lambda: None, GroupedGPT2(page["model"], 1, "first"))
+    wrong = log_probs(lambda: page["Latents"](256, 1 / 16))
+    for line, scores, shown in (
+        ("as trained: 512 numbers a token and layer, perplexity 31.5", plain, "31.5"),
+        ("latent of rank 128: 128 numbers a token and layer, perplexity 31.7", found, "31.7"),
+        ("1: 128 numbers a token and layer, perplexity 86.5 by the mean, 77.3 by the first", shared, "77.3"),
+        ("rank 256: perplexity 31.5, with the scale of the row 42.3", wrong, "42.3"),
     ):
         assert line in text
-        near(perplexity(make), shown, 1)
-    grouped = GroupedGPT2(page["model"], 1, "first")
-    assert (
-        "converted to 1: 128 numbers a token and layer, perplexity 86.5 by the mean, 77.3 by the first"
-        in text
-    )
-    near(perplexity(lambda: None, grouped), "77.3", 1)
-    plain, found = (page["log_probs"](make) for make in (lambda: None, lambda: squeezed(page, 128)))
+        near(kv.evaluation.perplexity(scores), shown, 1)
     extra = plain - found
     near(float(extra.mean()), "0.004", 3)
     near(float(extra.std() / len(extra) ** 0.5), "0.003", 3)
     assert "rank 128: 0.004 ± 0.003 nats a token more" in text
+
+
+def test_printed_shares_that_layers_keep(page):
+    """Per cent of the keys at rank 48, by another way than the panel's."""
+    tap = kv.Tap(page["c"])
+    page["model"](page["unseen"][0], tap, rows=[-1])
+    shown = []
+    for layer in range(6):
+        rows, down = page["joint"](tap.keys[layer], tap.values[layer]), page["bases"][layer][:48]
+        lost = (rows - rows @ down.T @ down)[:, :256].var(axis=0).sum()
+        kept = 100 * (1 - lost / rows[:, :256].var(axis=0).sum())
+        shown.append(f"layer {layer} {kept:.0f}%")
+        near(float(kept), f"{kept:.0f}", 0)
+    assert f"rank 48, share of the keys kept: {', '.join(shown)}" in printed()
 
 
 def test_printed_share_of_best_tokens(page):
