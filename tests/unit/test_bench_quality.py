@@ -385,10 +385,12 @@ def test_the_recorded_run_is_whole(recorded, small, bytes_tokenizer):
 
 
 def test_recorded_perplexities_come_out_again(recorded, smollm2, smollm2_tokenizer):
-    """The first 256 predictions of five runs, within 1 %.
+    """The first 256 predictions of five runs, within 1 %, which is 0.01 nats a token in the mean.
 
-    Another processor's kernels round otherwise; q4_0 turns such a difference into another code now and
-    then, and 1 % of perplexity is 0.01 nats a token in the mean.
+    Another processor's kernels differ in the last digits, and near an edge between two codes such a digit
+    decides. With 4 bits every layer's rounding is then another draw: predictions differ by 0.14 nats from
+    OpenBLAS's SkylakeX to its Haswell kernel, their mean by 0.006 and (Sandybridge) 0.017. So q4_0 may
+    differ by 4 standard errors of that mean more; with 8 bits the differences are 0.016, their mean 0.002.
     """
     ids = smollm2_tokenizer.encode_ordinary(held_out())[quality.FIRST_TOKEN :][:257]
 
@@ -405,5 +407,6 @@ def test_recorded_perplexities_come_out_again(recorded, smollm2, smollm2_tokeniz
     for (section, name), cache in caches.items():
         stored = recorded.results[section]
         found = evaluation.log_probs(smollm2, ids, cache, stored["chunk"])
-        expected = evaluation.perplexity(stored["runs"][name]["log_probs"][:256])
-        assert evaluation.perplexity(found) == pytest.approx(expected, rel=0.01), (section, name)
+        differences = found - np.array(stored["runs"][name]["log_probs"][:256])
+        drawn = 4 * differences.std() / 256**0.5 if name == "q4_0" else 0
+        assert abs(differences.mean()) < 0.01 + drawn, (section, name)
