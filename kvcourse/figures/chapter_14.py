@@ -267,7 +267,7 @@ def two_maps(left, right, names, colors, largest=None, first=0):
         trace.update(
             x0=first, text=None, hovertemplate=hovered, xgap=0, ygap=0, xaxis=f"x{axis}", yaxis=f"y{axis}"
         )
-        trace.colorbar.update(x=1.0 if axis else 0.45, thickness=12)
+        trace.colorbar.update(x=1.0 if axis else 0.41, thickness=12)
         figure.add_trace(trace)
         figure.add_annotation(
             text=look.plain(name),
@@ -281,8 +281,8 @@ def two_maps(left, right, names, colors, largest=None, first=0):
     for second in ("xaxis2", "yaxis2"):
         figure.layout[second] = look.axis_like(figure, second[:5]) | {"showgrid": False}
     figure.update_layout(
-        xaxis={"domain": [0, 0.44]},
-        xaxis2={"domain": [0.56, 1], "title": {"text": "position"}},
+        xaxis={"domain": [0, 0.4]},
+        xaxis2={"domain": [0.6, 1], "title": {"text": "position"}},
         yaxis2={"anchor": "x2"},
         margin={"t": 34},
     )
