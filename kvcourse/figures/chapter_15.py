@@ -22,18 +22,16 @@ BIN = 16  # positions in a cell of the attention map
 FROM = 256  # queries from here on are counted: every window of ROWS is full by then
 
 STREAMS = ("4 sinks, 252 window", "full")  # runs of the section `stream`
-HEAVY = (  # runs of the section `heavy_hitters`, in the order shown
-    "full",
-    "4 sinks, 252 window",
-    "128 heavy, 128 recent",
-    "4 sinks, 124 window",
-    "64 heavy, 64 recent",
-)
-NEEDLES = {  # runs of the section `needles` -> the name shown
+SHOWN = {  # runs of the other sections -> the name shown
+    "full": "all keys",
     "float16": "all keys (in float16)",
     "4 sinks, 252 window": "4 sinks, 252 newest",
     "128 heavy, 128 recent": "128 heavy, 128 newest",
+    "4 sinks, 124 window": "4 sinks, 124 newest",
+    "64 heavy, 64 recent": "64 heavy, 64 newest",
 }
+HEAVY = [name for name in SHOWN if name != "float16"]  # of the section `heavy_hitters`, in this order
+NEEDLES = ["float16", "4 sinks, 252 window", "128 heavy, 128 recent"]  # of the section `needles`
 DEPTHS = (0.1, 0.5, 0.9)
 
 # Somebody else's: Xiao et al. 2023 (StreamingLLM), table 2, Llama-2-7B, PG19: sinks -> perplexity.
@@ -101,7 +99,7 @@ def stream_table(stream):
     if stream is None:
         return MISSING
     lines = [
-        f"{'':>8}{STREAMS[0]:>32}{'all keys':>32}",
+        f"{'':>8}{SHOWN[STREAMS[0]]:>32}{'all keys':>32}",
         f"{'tokens':>8}" + f"{'MiB':>10}{'a step':>10}{'perplexity':>12}" * 2,
     ]
     runs = [stream["runs"][name] for name in STREAMS]
@@ -116,7 +114,7 @@ def stream_table(stream):
         lines.append(line)
         before = part["tokens"]
     reserved = runs[0]["thousands"][-1]["nbytes"] / 2**20
-    lines.append(f"reserved for {STREAMS[0]}, with its slack: {reserved:.1f} MiB")
+    lines.append(f"reserved for {SHOWN[STREAMS[0]]}, with the slack: {reserved:.1f} MiB")
     disturbed = [row["why"] for run in runs for row in run["thousands"] if row["why"]]
     return "\n".join(lines + [f"disturbed, do not quote the times: {why}" for why in disturbed[:1]])
 
@@ -133,13 +131,11 @@ def heavy_table(section):
     """Perplexity with equal rows: sinks and window, heavy hitters and newest, all keys; as text."""
     if section is None:
         return MISSING
-    lines = [f"{'rows':>10}{'perplexity':>12}"]
+    lines = [f"{'':>22}{'rows':>6}{'perplexity':>12}"]
     for name in filter(section["runs"].get, HEAVY):
         run = section["runs"][name]
         rows = "all" if name == "full" else str(run["rows"])
-        lines.append(
-            f"{rows:>10}{perplexity(run['log_probs']):>12.1f}  {'' if name == 'full' else name}".rstrip()
-        )
+        lines.append(f"{SHOWN[name]:>22}{rows:>6}{perplexity(run['log_probs']):>12.1f}")
     return "\n".join(lines)
 
 
@@ -151,7 +147,7 @@ def needle_table(section):
     lengths = sorted({run["length"] for run in runs})
     lines = [f"{'tokens':>8}  {'':<24}{'at 10 %':>9}{'at 50 %':>9}{'at 90 %':>9}{'p of a digit':>15}"]
     for length in lengths:
-        for name, shown in NEEDLES.items():
+        for name in NEEDLES:
             run = section["runs"].get(f"{name} at {length}")
             if run is None:
                 continue
@@ -161,7 +157,7 @@ def needle_table(section):
                 counts.append(f"{sum(hits)} of {len(hits)}")
             mean = sum(record["log_prob"] for record in run["records"]) / len(run["records"])
             cells = "".join(f"{count:>9}" for count in counts)
-            lines.append(f"{length:>8,}  {shown:<24}{cells}{math.exp(mean):>15.2f}")
+            lines.append(f"{length:>8,}  {SHOWN[name]:<24}{cells}{math.exp(mean):>15.2f}")
     return "\n".join(lines)
 
 
@@ -419,7 +415,7 @@ def forgetting_figure(data):
     figure.update_layout(
         xaxis={"domain": [0, 0.4], "range": [-0.5, cells + 0.5]},
         yaxis={"range": [cells - 0.5, -0.5]},
-        xaxis2={**axis, "domain": [0.6, 1], "anchor": "y2", "range": [0, data["tokens"]]},
+        xaxis2={**axis, "domain": [0.62, 1], "anchor": "y2", "range": [0, data["tokens"]]},
         yaxis2={**axis, "anchor": "x2", "type": "log", "range": [1, 4], "dtick": 1},
         legend={"x": 0.5},
         showlegend=True,
@@ -442,8 +438,8 @@ def _map(data):
             keys = f"keys {max(column * BIN, 1)} … {column * BIN + BIN - 1}"
             line.append(f"{queries}, {keys}: {value:.1%} of their attention")
         hover.append(line)
-    trace = look.heat_map(data["map"], hover=hover, largest=0.6, bar_title="share of attention")
-    trace.colorbar.update(x=0.41, xanchor="left", len=1)
+    trace = look.heat_map(data["map"], hover=hover, largest=0.6, bar_title="share")
+    trace.colorbar.update(x=0.41, xanchor="left", len=1, title_side="top")
     return trace.update(xgap=0, ygap=0)
 
 
