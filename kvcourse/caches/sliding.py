@@ -32,6 +32,7 @@ class SlidingCache(KVCache):
                  positions. It still knows only what it sees. Learned positions end where they end.
 
     A step allocates the scores (num_heads, n, rows of the ring and sinks), and no row is copied.
+    Rows taken back are cleared; a NaN in a row that counts lasts until the ring has overwritten it.
     """
 
     layout = LAYOUT + " of the tokens at positions"

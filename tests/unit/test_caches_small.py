@@ -237,17 +237,18 @@ def test_rows_taken_back_do_not_spoil_later_ones(kind):
         ways = [lambda c: c.abort(), lambda c: c.reset(), lambda c: (c.commit(), c.truncate(5))]
     for number, way in enumerate(ways):
         cache, clean = feed(KINDS[kind](), 3, 2), feed(KINDS[kind](), 3, 2)
-        rows = given(cache, 1)
+        n = 1 if kind == "kivi" else 2  # with one token more its first group would be quantized for good
+        rows = given(cache, n)
         if kind not in ("q8_0", "kivi"):  # which refuse NaN
             rows[1][...] = rows[2][...] = np.nan
-        cache.begin(1)
+        cache.begin(n)
         for layer in (0, 1):
             cache.attend(layer, *rows)
         way(cache)
         if number == 1:
             clean = KINDS[kind]()
         assert cache.seq_len == clean.seq_len
-        for one, other in zip(write(cache, 2), write(clean, 2), strict=True):
+        for one, other in zip(write(cache, 1), write(clean, 1), strict=True):  # over the first of the two
             assert np.isfinite(one).all() and np.array_equal(one, other)
 
 
@@ -310,6 +311,8 @@ def test_an_interrupt_in_commit_leaves_the_old_rows(kind, chunks, monkeypatch):
 def test_what_a_quantized_cache_can_take_back():
     at_once = feed(KINDS["q8_0"](), 9)
     assert at_once.max_rewind == 9
+    at_once.truncate(4)
+    assert at_once.keys_values(0)[0].shape == (2, 4, 32) and at_once.nbytes_used == 2 * 2 * 2 * 34 * 4
     grouped = kv.QuantizedCache(CONFIG, keys=PerChannel(4, 4), values=PerToken(4))
     assert [feed(grouped, 1).max_rewind for _ in range(9)] == [1, 2, 3, 0, 1, 2, 3, 0, 1]
     residual = KINDS["kivi"]()  # groups of 4, at least 3 behind them
