@@ -171,7 +171,8 @@ class Rotary:
 
     def _tables(self, positions, dtype):
         last = positions.max()
-        if dtype != np.float32 or last >= self.TABLE:  # tests in float64, and streams without end
+        # Tests in float64, texts without end, and positions counted from a token further on.
+        if dtype != np.float32 or last >= self.TABLE or positions.min() < 0:
             return self._computed(positions, dtype)
         if last >= len(self._cos):  # at least twice as many as before
             table = np.arange(min(max(256, 2 * len(self._cos), last + 1), self.TABLE))
