@@ -26,6 +26,7 @@ KV_HEADS = [1, 2, 3, 4, 8, 9, 16, 32]  # of the panel: whatever divides 4, 9 or 
 POOLINGS = {"mean of the group": "mean", "first of the group": "first"}
 CARD_BYTES, CARD = sizing.device("l4").memory_bytes, "an L4 (24 GB)"
 PALE = f"rgba(0, 114, 178, {look.CACHED_OPACITY})"
+PALE_TO_QUERY = [[0, "rgba(0, 158, 115, 0.08)"], [1, "rgba(0, 158, 115, 1)"]]  # 0.01 and 0.2 look different
 FAINT = 0.002  # the smallest attention weight that is drawn
 LAYERS_APART = 1.0  # between the row of query heads and the row of KV heads
 
@@ -126,6 +127,7 @@ def attention_figure(pieces, weights, heads):
         # A weight that was rounded to 0 is still one that the query may see: only later keys are left bare.
         seen = [[max(rows[q][k], FAINT) if k <= q else 0 for k in range(n)] for q in range(n)]
         cells = look.heat_map(seen, hover=hover, color=look.QUERY, largest=1.0, bar_title="attention weight")
+        cells.update(colorscale=PALE_TO_QUERY)
         suffix = "" if number == 0 else str(number + 1)
         cells.update(xaxis=f"x{suffix}", showscale=number == len(heads) - 1)
         figure.add_trace(cells)
@@ -150,7 +152,7 @@ def attention_text(pieces, weights, heads):
     for head, rows in zip(heads, weights, strict=True):
         best = max(range(len(pieces)), key=lambda k: rows[-1][k])
         told.append(f"head {head} at position {best} ({pieces[best].strip()!r}, {rows[-1][best]:.2f})")
-    return f"Same keys, last query: {_listed(told)} look most.".replace(" look most", "")
+    return f"Same keys; the largest weight of the last query: {_listed(told)}."
 
 
 # --- pooled models: before and after a little training -------------------------------
@@ -193,16 +195,18 @@ def difference(run, kv_heads, point=-1):
     return mean, spread / math.sqrt(len(each))
 
 
-def won_back(run, kv_heads):
-    """(bits per character of the better way after training, the share of its cost that training won back).
+def won_back(run, kv_heads, pooling=None):
+    """(bits per character after training, the share of the conversion's cost that training won back).
 
-    The cost is counted from the control before any training.
+    Of the pooling "mean" or "first"; without one, of that which ends lower. The cost is counted from the
+    control before any training.
     """
     rows = {
         (one["kv_heads"], one["pooling"]): row[2]
         for one, row in zip(run.results["runs"], curves(run), strict=True)
     }
-    best = min((bits for (n, _), bits in rows.items() if n == kv_heads), key=lambda bits: bits[-1])
+    ways = [bits for (n, how), bits in rows.items() if n == kv_heads and pooling in (None, how)]
+    best = min(ways, key=lambda bits: bits[-1])
     return best[-1], (best[0] - best[-1]) / (best[0] - rows[4, "none"][0])
 
 
@@ -281,7 +285,8 @@ def sharing(kv_heads, pooling, model, users, tokens, measured):
 
 def sharing_figure(data):
     """Left: query heads by KV heads, a cell where one reads the other. Right: bytes of a decode step."""
-    figure = look.new_figure("KV head", "query head", grid=False)
+    title = "KV head (in the cells: cosine of keys)" if data["measured"] else "KV head"
+    figure = look.new_figure(title, "query head", grid=False)
     shape, chosen = data["shape"], data["kv_heads"]
     divides = chosen in data["steps"]
     heads = list(range(shape.num_heads))
@@ -326,8 +331,12 @@ def sharing_figure(data):
     few = shape.num_heads <= 9
     figure.update_layout(
         barmode="stack",
-        legend={"traceorder": "normal"},
-        xaxis={"domain": [0, 0.42], "range": [-0.6, shape.num_heads - 0.4], "dtick": 1 if few else 4},
+        legend={"traceorder": "normal", "x": 0.56, "xanchor": "left"},
+        xaxis={
+            "domain": [0, 0.42],
+            "range": [-0.6, shape.num_heads - 0.4],
+            "tickvals": list(range(0, chosen if divides else 0, 1 if few else 4)),  # only heads that exist
+        },
         yaxis={"range": [shape.num_heads - 0.4, -0.6], "dtick": 1 if few else 4},
         xaxis2={
             **axis,
@@ -361,7 +370,7 @@ def sharing_text(data):
     per_token = sizing.kv_bytes_per_token(chosen)
     text = (
         f"{model} with {n} KV head{'s' * (n > 1)} ({name}, {group} query head{'s' * (group > 1)} on each): "
-        f"{per_token:,} bytes a token. "
+        f"{per_token:,} bytes a token in 16 bits. "
     )
     users, tokens = data["users"], data["tokens"]
     if tokens >= shape.max_seq_len:
@@ -377,9 +386,10 @@ def sharing_text(data):
         return text + (f"As trained: {own['bits']:.2f} bits per character." if own else "As trained.")
     if data["measured"]:
         bits = data["measured"]["bits"]
+        alike = ", ".join(f"{value:.2f}" for value in data["measured"]["likeness"])
         return text + (
             f"Pooled by the {data['pooling']}: {bits:.2f} bits per character instead of "
-            f"{data['control']:.2f}."
+            f"{data['control']:.2f}. Cosines of the keys, query heads 0 … {shape.num_heads - 1}: {alike}."
         )
     return text + "Nobody trained it with so many: the loss is not known."
 

@@ -151,7 +151,8 @@ def test_answers_by_hand():
         "Answer: 2.34 times.",
         "Answer: 1.64 times.",
         "Answer: the first of each pair.",
-        "Answer: a perplexity above 1,000.",
+        "Answer: less.",  # the mean at full length
+        "Answer: one above 1,000.",
         "Answer: 3 heads.",  # 0, 4 and 8
         "smollm2-135m with  9 KV heads:   69,120",
         "smollm2-135m with  3 KV heads:   23,040 (its own)",
@@ -179,8 +180,24 @@ def test_losses_and_cosines_are_far_from_a_rounding(model, tokenizer, novel):
         found[n, how] = kv.evaluation.bits_per_character(log_probs, characters)
         assert far_from_a_rounding(found[n, how], 2, 1e-3), (n, how, found[n, how])
     assert found[2, "mean"] - found[2, "first"] > 0.05 and found[1, "mean"] - found[1, "first"] > 0.03
+    for n in (2, 1):
+        # The mean times √group, made of the package's pooling: as long as a head of unrelated vectors was.
+        longer = GroupedGPT2(model, n, "mean")
+        for name in [name for name in longer.params if "c_attn" in name]:
+            q, kv_part = np.split(longer.params[name], [256], axis=-1)
+            longer.params[name] = np.concatenate([q, kv_part * np.float32(math.sqrt(4 // n))], axis=-1)
+        log_probs = kv.evaluation.next_token_log_probs(longer(held_out), held_out)
+        bits = kv.evaluation.bits_per_character(log_probs, characters)
+        assert far_from_a_rounding(bits, 2, 1e-3) and found[n, "first"] - bits > 0.09, (n, bits)
+        assert f"mean at full length {bits:.2f}" in printed()
     tap = kv.Tap(model.config)
     model(held_out[:512], tap)
+    for rows in (tap.keys, tap.values):
+        for n in (2, 1):
+            means = rows.reshape(6, n, 4 // n, 512, 64).mean(axis=2)
+            short = np.linalg.norm(means, axis=-1).mean() / np.linalg.norm(rows, axis=-1).mean()
+            assert short == pytest.approx(math.sqrt(n / 4), abs=0.015)  # unrelated vectors of one length
+            assert far_from_a_rounding(float(short), 2, 1e-4)
     for own in (tap.values, tap.keys):
         unit = own / np.linalg.norm(own, axis=-1, keepdims=True)
         between = np.einsum("latd,lbtd->ab", unit, unit) / (6 * 512)
@@ -198,17 +215,21 @@ def test_smollm2_overlaps_and_the_bug_are_far_from_a_rounding(page, smollm2, smo
     config, tok = smollm2.config, smollm2_tokenizer
     seen = page["OnePass"](config)
     smollm2(tok.encode(novel[:2000])[:128], seen, rows=[-1])
-    overlaps, first = {True: [], False: []}, []
+    overlaps, first, with_first = {True: [], False: []}, [], {True: [], False: []}
     for q, k, _ in seen.layers:
         scores = q @ np.repeat(k, 3, axis=0).swapaxes(1, 2) / 8
         weights = ops.softmax(np.where(ops.causal_mask(0, 128), scores, np.float32(-np.inf)))[:, 32:]
         first.append(weights[..., 0].mean())
+        for a in range(9):
+            for b in range(a):
+                with_first[a // 3 == b // 3].append(np.minimum(weights[a], weights[b]).sum(axis=-1).mean())
         weights = weights[..., 1:] / weights[..., 1:].sum(axis=-1, keepdims=True)
         for a in range(9):
             for b in range(a):
                 overlaps[a // 3 == b // 3].append(np.minimum(weights[a], weights[b]).sum(axis=-1).mean())
     assert [round(100 * np.mean(overlaps[same])) for same in (True, False)] == [50, 40]
-    shares = [100 * np.mean(found) for found in (*overlaps.values(), first)]
+    assert [round(100 * np.mean(with_first[same])) for same in (True, False)] == [60, 51]
+    shares = [100 * np.mean(found) for found in (*overlaps.values(), *with_first.values(), first)]
     assert all(far_from_a_rounding(share, 0, 0.02) for share in shares), shares
     assert f"position 0 takes {shares[-1]:.0f}% of all attention" in printed()
 
@@ -298,6 +319,8 @@ def test_curves_of_a_recorded_run_by_hand():
     assert figures.difference(run, 2, point=0) == pytest.approx((0.2, 0.0))
     # the first way costs 1.8 − 1 and comes back by 1.8 − 1.333
     assert figures.won_back(run, 2) == pytest.approx((40 / 30, (54 - 40) / (54 - 30)))
+    assert figures.won_back(run, 2, "first") == figures.won_back(run, 2)  # it ends lower
+    assert figures.won_back(run, 2, "mean") == pytest.approx((45 / 30, (60 - 45) / (60 - 30)))
     text = figures.curves_text(run)
     assert text.startswith("After 4 steps: 2 KV heads 1.33, 58% of the cost won back; 1 KV head 2.00, 25%")
     assert text.endswith("the control 1.10 bits per character (recorded 2026-01-01: A, 1 thread).")
@@ -322,12 +345,17 @@ def test_the_panels_numbers_by_hand():
     free = sizing.device("l4").memory_bytes - 2 * chosen.num_parameters
     assert data["fits"] == free // (2001 * 131_072)
     text = figures.sharing_text(data)
-    assert "Llama 2 7B with 8 KV heads (GQA, 4 query heads on each): 131,072 bytes a token." in text
+    assert (
+        "Llama 2 7B with 8 KV heads (GQA, 4 query heads on each): 131,072 bytes a token in 16 bits." in text
+    )
     assert text.endswith("Nobody trained it with so many: the loss is not known.")
     three = figures.sharing_text(figures.sharing(3, "mean of the group", "austen-gpt2", 1, 500, MEASURED))
     assert three == "austen-gpt2: 4 query heads cannot be shared out evenly among 3 KV heads; 1, 2, 4 can."
     first = figures.sharing_text(figures.sharing(2, "first of the group", "austen-gpt2", 1, 500, MEASURED))
-    assert first.endswith("Pooled by the first of the group: 1.50 bits per character instead of 1.25.")
+    assert first.endswith(
+        "Pooled by the first of the group: 1.50 bits per character instead of 1.25. "
+        "Cosines of the keys, query heads 0 … 3: 1.00, 0.50, -0.01, 0.70."
+    )
     own = figures.sharing_text(figures.sharing(4, "first of the group", "austen-gpt2", 1, 500, MEASURED))
     assert own.endswith("As trained: 1.25 bits per character.") and "(MHA, 1 query head on each)" in own
     assert "(MQA, 9 query heads on each)" in figures.sharing_text(
