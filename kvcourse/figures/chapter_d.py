@@ -15,6 +15,7 @@ from kvcourse.figures import template as look
 
 FARTHEST = 64  # positions of the panel, and so its largest distance
 SHOWN = 7  # positions on a circle of the still
+HIDDEN = 3  # degrees: an arrow turned by less lies over the one before the rotation
 
 
 def frequencies(head_dim, theta):
@@ -40,7 +41,7 @@ def frequency_table(head_dim, theta, longest, pairs):
 
 
 def circles_figure(head_dim, theta, pairs):
-    """One circle for each of `pairs`: where the same pair of numbers points at positions 0 … 6."""
+    """One circle for each of `pairs`: where a pair that points right at position 0 is at positions 0 … 6."""
     figure = look.new_figure("", "", height=270, grid=False)
     for place, j in enumerate(pairs):
         middle, f = 3.2 * place, frequencies(head_dim, theta)[j]
@@ -156,13 +157,16 @@ def _between(degrees):
 
 
 def pair_figure(data):
-    """Left the pair's two arrows, before the rotation dashed; right its part and the score."""
+    """Left the pair's two arrows, before the rotation dotted; right its part and the score."""
     figure = look.new_figure("", "", height=400)
     figure.add_trace(_circle(0))
+    caption = "before and after alike"
     for name, letter, color in (("key", "K", look.KEY), ("query", "Q", look.QUERY)):
         before, turned = (math.radians(data[what][name]) for what in ("before", "turned"))
-        hover = f"{name} before the rotation: {data['before'][name] % 360:.0f}°"
-        figure.add_trace(_arrow(0, before, color, hover, dash="dot", length=0.75).update(opacity=0.6))
+        if _between(data["turned"][name] - data["before"][name]) > HIDDEN:
+            hover = f"{name} before the rotation: {data['before'][name] % 360:.0f}°"
+            figure.add_trace(_arrow(0, before, color, hover, dash="dot", length=0.75).update(opacity=0.6))
+            caption = "dotted: before"
         hover = f"{name} at position {data[name]:,}: {data['turned'][name] % 360:.0f}°"
         figure.add_trace(_arrow(0, turned, color, hover, dash="solid"))
         # Where the two arrows lie close together their letters would cover each other.
@@ -174,7 +178,7 @@ def pair_figure(data):
             font={"color": color, "size": 16},
             showarrow=False,
         )
-    figure.add_annotation(x=0, y=-1.6, text=f"pair {data['pair']}; dotted: before", showarrow=False)
+    figure.add_annotation(x=0, y=-1.6, text=f"pair {data['pair']}; {caption}", showarrow=False)
     distances = list(range(FARTHEST + 1))
     figure.add_trace(
         _line(distances, data["scores"], "the head's score", "solid").update(xaxis="x2", yaxis="y2")

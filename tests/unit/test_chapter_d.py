@@ -204,6 +204,16 @@ def test_pair_figure():
     assert not [trace for trace in hidden.data if trace.name == "chosen distance"]
 
 
+def test_an_arrow_that_hardly_turned_hides_none():
+    def drawn(**choices):
+        drawing = figures.pair_figure(view(**choices))
+        dotted = [trace.line.color for trace in drawing.data if trace.line.dash == "dot" and not trace.name]
+        return dotted, [note.text for note in drawing.layout.annotations if "pair" in note.text]
+
+    assert drawn(pair=3, query=8, key=0) == ([], ["pair 3; before and after alike"])
+    assert drawn(pair=0, query=8, key=0) == ([look.QUERY], ["pair 0; dotted: before"])
+
+
 def test_panel_refuses_and_is_quick():
     with pytest.raises(ValueError, match="even length"):
         widgets.pair_panel(np.zeros(7), np.zeros(7), THETA, 8_192)
@@ -330,8 +340,9 @@ def test_the_panel_s_sentences_and_table(tap):
         for degrees in (data["turned"]["query"], data["turned"]["key"], data["between"]):
             assert abs(degrees % 1 - 0.5) > 0.02
     for pair in (0, 25):
-        for key in (3, 2):
+        for key in (4, 3, 2):
             data = figures.pair_view(q, k, THETA, pair, 4, key, 0)
+            assert pair or abs(data["between"] % 1 - 0.5) > 0.02
             for value in (data["part"], data["score"]):
                 assert abs(value * 10 % 1 - 0.5) > 0.03  # 30 times 1e-4, what rounding moves
     assert int(np.argmax(data["scores"])) == 1
