@@ -13,7 +13,7 @@ from kvcourse.figures import template as look
 
 RANKS = [8, 16, 32, 48, 64, 96, 128, 192, 256]  # of the panel
 HEADS, HEAD_DIM, LAYERS = 4, 64, 6  # of austen-gpt2
-TOKENS = 16  # that the panel shows
+TOKENS = 16  # that the panel shows, at equal distances
 KINDS = ("keys", "values")
 
 
@@ -25,13 +25,15 @@ def rank_state(bases, rows, perplexities, full):
 
     bases         float (layers, width, width): directions, a row each, strongest first, at right angles;
                   width = 2 · HEADS · HEAD_DIM
-    rows          float (layers, T, width): keys of all heads, then values, of T tokens of a text
+    rows          float (layers, T, width): keys of all heads, then values, of T ≥ TOKENS tokens of a text
     perplexities  {rank: perplexity with latents of that rank}; `full` without a latent
     """
     centered = rows - rows.mean(axis=1, keepdims=True)
+    positions = np.arange(TOKENS) * (rows.shape[1] // TOKENS)
     return {
         "bases": bases,
-        "shown": centered[:, :TOKENS],
+        "positions": positions,
+        "shown": centered[:, positions],
         "covariance": centered.swapaxes(1, 2) @ centered / rows.shape[1],
         "perplexities": perplexities,
         "full": full,
@@ -56,6 +58,7 @@ def rank_view(state, rank, layer, head, show):
         "layer": layer,
         "head": head,
         "show": show,
+        "positions": state["positions"],
         "latent": np.abs(latent.T),
         "true": np.abs(shown[:, one].T),
         "rebuilt": np.abs(rebuilt[:, one].T),
@@ -83,6 +86,7 @@ def rank_figure(data):
         suffix, left = str(place + 1) if place else "", 0.06 + 0.245 * place
         figure.add_trace(
             go.Heatmap(
+                x=data["positions"].tolist(),
                 zmin=0,
                 showscale=False,
                 xaxis=f"x{suffix}",
@@ -90,7 +94,7 @@ def rank_figure(data):
                 hovertemplate="position %{x}, number %{y}: %{z:.2f}<extra></extra>",
             )
         )
-        more = {"anchor": f"y{suffix}", "title": {"text": "position"}, "showgrid": False, "dtick": 5}
+        more = {"anchor": f"y{suffix}", "title": {"text": "position"}, "showgrid": False}
         layout[f"xaxis{suffix}"] = {**axes["xaxis"], **more, "domain": [left, left + 0.19]}
         more = {"anchor": f"x{suffix}", "autorange": "reversed", "showgrid": False}
         layout[f"yaxis{suffix}"] = {**axes["yaxis"], **more, "title": {"text": "" if place else "number"}}
@@ -132,8 +136,8 @@ def rank_text(data):
     rank, kept = data["rank"], data["kept"]
     sizes = [LAYERS * numbers * 2 for numbers in (rank, 2 * HEADS * HEAD_DIM, 2 * HEAD_DIM)]
     return (
-        f"Rank {rank}: {sizes[0]:,} B a token in 16 bits, against {sizes[1]:,} B with all heads and "
-        f"{sizes[2]:,} B with one KV head; perplexity {data['perplexity']:.1f}, without a latent "
+        f"Rank {rank} in all layers: {sizes[0]:,} B a token in 16 bits, against {sizes[1]:,} B with all "
+        f"heads and {sizes[2]:,} B with one KV head; perplexity {data['perplexity']:.1f}, without a latent "
         f"{data['full']:.1f}. Layer {data['layer']} keeps {kept['keys']:.0%} of its keys and "
         f"{kept['values']:.0%} of its values, head {data['head']} {kept['head']:.0%} of its {data['show']}."
     )
@@ -189,9 +193,13 @@ def token_figure(configs):
 
 
 def token_text(configs):
-    """The sentence under it."""
+    """The sentence under it; `configs` has "GPT-2 small", which the blog counts in float32."""
     parts = []
     for name, config in configs.items():
         size = sizing.kv_bytes_per_token(config, 2)
         parts.append(f"{name} {_numbers(config):,} × {config.num_layers}, {size / 1024:.1f} KiB")
-    return f"Numbers a layer × layers is a token's cache, in 16 bits: {'; '.join(parts)}."
+    float32 = sizing.kv_bytes_per_token(configs["GPT-2 small"], 4)
+    return (
+        f"The area, numbers a layer × layers, is a token's cache, in 16 bits: {'; '.join(parts)}. "
+        f"GPT-2 small in float32, as the blog counts it: {float32 / 1024:.1f} KiB."
+    )

@@ -54,9 +54,9 @@ def mla():
     return names
 
 
-def squeezed(page, rank):
+def squeezed(page, ranks):
     cache = page["Squeezed"].for_model(page["model"])
-    cache.rank = rank
+    cache.ranks = np.broadcast_to(ranks, 6)
     return cache
 
 
@@ -131,6 +131,17 @@ def test_printed_shares_that_layers_keep(page):
         shown.append(f"layer {layer} {kept:.0f}%")
         near(float(kept), f"{kept:.0f}", 0)
     assert f"rank 48, share of the keys kept: {', '.join(shown)}" in printed()
+
+
+def test_printed_gains_of_one_layer_at_rank_96(page):
+    """Nats a token that layers 0 and 4 win back: the page says that layer 0 is the wrong one to choose."""
+    at_48, text = page["log_probs"](lambda: squeezed(page, 48)), printed()
+    for layer, shown, error in ((0, "0.014", "0.003"), (4, "0.041", "0.005")):
+        ranks = [96 if one == layer else 48 for one in range(6)]
+        gain = page["log_probs"](lambda ranks=ranks: squeezed(page, ranks)) - at_48
+        near(float(gain.mean()), shown, 3)
+        near(float(gain.std() / len(gain) ** 0.5), error, 3)
+        assert f"  layer {layer}: {shown} ± {error}  (it keeps" in text
 
 
 def test_printed_share_of_best_tokens(page):
@@ -267,7 +278,8 @@ def test_printed_counts_by_hand(work):
         "Answer: 96 numbers.",
         "Answer: 101 queries.",
         "Answer: latent, expanded.",
-        "Answer: 168 tokens.",
+        "Answer: 170 tokens.",  # 131,072 / 768 = 170.7
+        "over   8,192 cached tokens absorbing takes fewer FLOPs up to 168 new ones",
         "Answer: 1.91 times.",  # 70,272 / 36,864
         "Answer: 2.25 KV heads.",
         "Answer: 470 million.",  # 128 · 512 · 7,168
@@ -310,8 +322,9 @@ def test_the_view_by_another_way(state):
     assert data["kept"]["head"] == pytest.approx(1 - lost[where].sum() / centered[:, where].var(axis=0).sum())
     assert data["kept"]["keys"] == pytest.approx(1 - lost[:256].sum() / centered[:, :256].var(axis=0).sum())
     assert data["kept"]["values"] == pytest.approx(1 - lost[256:].sum() / centered[:, 256:].var(axis=0).sum())
-    np.testing.assert_allclose(data["true"], np.abs(centered[:16, where].T))
-    np.testing.assert_allclose(data["rebuilt"], np.abs((centered @ down.T @ down)[:16, where].T), atol=1e-12)
+    np.testing.assert_allclose(data["true"], np.abs(centered[0:32:2, where].T))
+    back = (centered @ down.T @ down)[0:32:2, where]
+    np.testing.assert_allclose(data["rebuilt"], np.abs(back.T), atol=1e-12)
     assert data["latent"].shape == (96, 16) and data["missing"].shape == (64, 16)
 
 
@@ -320,7 +333,7 @@ def test_the_sentence_and_the_figure_at_the_ends_of_the_controls(state):
     for rank, bytes_shown in ((8, "96 B"), (256, "3,072 B")):
         for layer, head, show in ((0, 0, "keys"), (5, 3, "values")):
             text = panel.set(rank=rank, layer=layer, head=head, show=show)
-            assert text.startswith(f"Rank {rank}: {bytes_shown} a token in 16 bits, against 6,144 B with all")
+            assert text.startswith(f"Rank {rank} in all layers: {bytes_shown} a token in 16 bits, against")
             assert (
                 f"Layer {layer} keeps" in text
                 and f"head {head} " in text
@@ -346,7 +359,8 @@ def test_the_still():
     assert [(list(bar.width), list(bar.y)) for bar in bars] == [([1536], [12]), ([576], [61])]
     assert "73,728" not in bars[0].hovertemplate and "36,864 B" in bars[0].hovertemplate
     assert figures.token_text(shown).endswith(
-        "GPT-2 small 1,536 × 12, 36.0 KiB; DeepSeek-V3 576 × 61, 68.6 KiB."
+        "GPT-2 small 1,536 × 12, 36.0 KiB; DeepSeek-V3 576 × 61, 68.6 KiB. "
+        "GPT-2 small in float32, as the blog counts it: 72.0 KiB."
     )
 
 
