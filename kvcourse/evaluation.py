@@ -28,11 +28,7 @@ def next_token_log_probs(logits, ids):
             f"logits of {len(logits)} rows and ids of shape {ids.shape}: "
             f"give one row per token, at least 2 tokens"
         )
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise TypeError(f"ids are {ids.dtype}: token ids are whole numbers")
-    for bad in (int(ids.min()), int(ids.max())):
-        if not 0 <= bad < logits.shape[1]:
-            raise ValueError(f"token id {bad:,} has no column among the {logits.shape[1]:,} logits of a row")
+    _check_ids(ids, logits.shape[1])
     return log_probabilities(logits[:-1])[np.arange(len(ids) - 1), ids[1:]]
 
 
@@ -48,14 +44,11 @@ def log_probs(model, ids, cache, chunk=64):
     chunk  tokens a pass. A cache that forgets or rounds at the end of a pass shows a pass its own
            tokens whole, so state the chunk beside such a figure.
 
-    Raises ValueError for fewer than 2 tokens or a chunk below 1; CacheFull, from the cache, where a
-    pass does not fit: passes before it then count.
+    Raises, before any pass, ValueError for fewer than 2 tokens, an id outside the vocabulary or a chunk
+    below 1, and TypeError for no cache; CacheFull, from the cache, where a pass does not fit: passes
+    before it then count.
     """
-    ids = np.asarray(ids)
-    if ids.ndim != 1 or len(ids) < 2:
-        raise ValueError(f"ids of shape {ids.shape}: give a list of at least 2 tokens")
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}: pass at least 1 token at once")
+    ids = checked_text(model, ids, cache, chunk)
     found = []
     for start in range(0, len(ids) - 1, chunk):
         part = ids[start : min(start + chunk, len(ids) - 1)]
@@ -63,6 +56,30 @@ def log_probs(model, ids, cache, chunk=64):
         logits = log_probabilities(model(part, cache))  # (chunk, vocab_size)
         found.append(logits[np.arange(len(part)), following])
     return np.concatenate(found)
+
+
+def checked_text(model, ids, cache, chunk):
+    """ids as an array, once it is sure that they can pass through the model in chunks, into the cache.
+
+    Raises as `log_probs` says.
+    """
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or len(ids) < 2:
+        raise ValueError(f"ids of shape {ids.shape}: give a list of at least 2 tokens")
+    _check_ids(ids, model.config.vocab_size)
+    if cache is None:  # each chunk would be a text of its own
+        raise TypeError("cache is None: give one, such as kv.ContiguousCache.for_model(model)")
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}: pass at least 1 token at once")
+    return ids
+
+
+def _check_ids(ids, vocab_size):
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise TypeError(f"ids are {ids.dtype}: token ids are whole numbers")
+    for bad in (int(ids.min()), int(ids.max())):
+        if not 0 <= bad < vocab_size:
+            raise ValueError(f"token id {bad:,} has no column among the {vocab_size:,} logits of a row")
 
 
 def perplexity(log_probs):

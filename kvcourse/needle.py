@@ -78,18 +78,20 @@ def ask(model, prompt, answer, cache, chunk=64):
     far. (A cache that rounds or forgets at the end of a pass may differ a little from decoding token
     by token: see `evaluation.log_probs`.) ln p is the graded form, which falls before answers flip.
 
-    found is a bool, ln p a float. Raises ValueError for an empty prompt or answer.
+    found is a bool, ln p a float. Raises ValueError for an empty prompt or answer, and as
+    `evaluation.log_probs` does.
     """
-    if not prompt or not answer:
+    if len(prompt) == 0 or len(answer) == 0:
         raise ValueError(f"{len(prompt)} prompt tokens and {len(answer)} of the answer: give at least 1 each")
-    ids, first = [*prompt, *answer], len(prompt) - 1  # row `first` is the first that predicts an answer token
+    ids = evaluation.checked_text(model, [*prompt, *answer], cache, chunk)
+    first = len(prompt) - 1  # the first row that predicts an answer token
     likeliest, log_probs = [], []
     for start in range(0, len(ids) - 1, chunk):
         part = ids[start : min(start + chunk, len(ids) - 1)]
         asked = list(range(max(first - start, 0), len(part)))
         logits = model(part, cache, rows=asked or [-1])
         if asked:
-            expected = np.array(ids[start + 1 :])[asked]
+            expected = ids[start + 1 :][asked]
             likeliest += (logits.argmax(axis=1) == expected).tolist()
             logs = evaluation.log_probabilities(logits)
             log_probs += logs[np.arange(len(asked)), expected].tolist()

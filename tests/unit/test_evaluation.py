@@ -81,6 +81,20 @@ def test_log_probs_of_too_little(model, ids, chunk, message):
         evaluation.log_probs(model, ids, kv.ContiguousCache.for_model(model), chunk)
 
 
+@pytest.mark.parametrize("bad", [-1, 2048])
+def test_an_id_outside_the_vocabulary_is_refused_before_any_pass(model, bad):
+    """The last id is never passed: the model itself would not see it."""
+    cache = kv.ContiguousCache.for_model(model, 64)
+    with pytest.raises(ValueError, match=f"token id {bad:,} has no column"):
+        evaluation.log_probs(model, [1, 2, bad], cache, 2)
+    assert cache.seq_len == 0
+
+
+def test_without_a_cache_each_chunk_would_be_a_text_of_its_own(model):
+    with pytest.raises(TypeError, match="cache is None: give one"):
+        evaluation.log_probs(model, [1, 2, 3], None)
+
+
 def test_one_row_predicts_nothing():
     with pytest.raises(ValueError, match="at least 2 tokens"):
         evaluation.next_token_log_probs(np.zeros((1, 4), np.float32), [1])

@@ -1,6 +1,7 @@
 """The needle task on a tokenizer of single bytes and models whose answers are known beforehand."""
 
 import re
+import types
 
 import numpy as np
 import pytest
@@ -98,6 +99,8 @@ def test_a_tokenizer_that_joins_digits_is_refused(bytes_tokenizer):
 class Counts:
     """A stand-in for a model: after token t it says t + 1 with probability 1/2, any other of 9 with 1/16."""
 
+    config = types.SimpleNamespace(vocab_size=9)
+
     def __init__(self):
         self.passes = []
 
@@ -119,7 +122,10 @@ class Counts:
 )
 def test_found_means_that_every_token_is_the_likeliest(chunk, answer, found, log_prob):
     model = Counts()
-    assert needle.ask(model, [0, 1, 2, 3], answer, None, chunk) == (found, pytest.approx(log_prob))
+    assert needle.ask(model, [0, 1, 2, 3], answer, "a cache", chunk) == (
+        found,
+        pytest.approx(log_prob),
+    )
     assert sum(model.passes) == 6 and max(model.passes) <= chunk  # the last token is never passed
 
 
@@ -147,3 +153,14 @@ def test_the_chunk_does_not_change_the_answer(model):
 def test_nothing_asked_or_answered(prompt, answer):
     with pytest.raises(ValueError, match="give at least 1 each"):
         needle.ask(Counts(), prompt, answer, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "chunk", "message"),
+    [([2048], 4, "token id 2,048 has no column"), ([-1], 4, "token id -1"), ([1], 0, "chunk is 0")],
+)
+def test_what_cannot_be_passed_is_refused_before_any_pass(model, answer, chunk, message):
+    cache = kv.ContiguousCache.for_model(model, 64)
+    with pytest.raises(ValueError, match=message):
+        needle.ask(model, np.arange(9), answer, cache, chunk)
+    assert cache.seq_len == 0
