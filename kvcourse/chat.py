@@ -51,6 +51,7 @@ def _whole(messages):
     """The messages, checked, with a system line in front."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
+    messages = list(messages)
     if not messages:
         raise ValueError("no messages: give at least one, such as the question as a text")
     for place, message in enumerate(messages):

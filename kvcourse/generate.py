@@ -4,6 +4,7 @@ import numpy as np
 
 from kvcourse import ops
 from kvcourse.caches import ContiguousCache, KVCache
+from kvcourse.caches.base import whole_number
 from kvcourse.models.base import check_ids
 
 PREFILL_CHUNK = 256  # tokens of a prompt that pass at once: bounds the memory of a pass
@@ -56,13 +57,20 @@ def generate(
     a sequence already, which `ids` then continue. `stop` is a token id that ends the
     text and is not returned. `on_token(id)` is called as each token is chosen.
 
-    Raises ValueError for a negative count and, before any work, when prompt and
-    answer together have more tokens than positions; the cache is then unchanged.
-    Raises ValueError for a sampler that returns anything but a token id.
+    Raises, before any work and with the cache unchanged, ValueError for a negative count, a `stop`
+    that is no token, and when prompt and answer together have more tokens than positions; TypeError
+    for what is not of the kind named above. Raises ValueError for a sampler that returns anything
+    but a token id.
     """
     ids = check_ids(ids, model.config).tolist()
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}: it must be at least 0")
+    whole_number(max_new_tokens, "max_new_tokens", least=0)
+    if stop is not None and (
+        not isinstance(stop, int | np.integer) or not 0 <= stop < model.config.vocab_size
+    ):
+        raise ValueError(f"stop is {stop!r}: give a token id, 0 … {model.config.vocab_size - 1:,}")
+    for name, function in (("sampler", sampler), ("on_token", on_token or greedy)):
+        if not callable(function):
+            raise TypeError(f"{name} is {function!r}: give a function, such as kv.greedy for the sampler")
     if cache is not None and not use_cache:
         raise ValueError("a cache was given with use_cache=False: leave one of them out")
     if cache is not None and not isinstance(cache, KVCache):

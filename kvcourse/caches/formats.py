@@ -108,7 +108,7 @@ class Q8_0(_Blocks):
         blocks = self._blocks(rows)
         scale = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
         stored = _float16(scale, self)
-        codes = _round_half_away(blocks * _inverse(scale)).astype(np.int8)
+        codes = round_half_away(blocks * _inverse(scale)).astype(np.int8)
         return self._joined(stored, codes)
 
     def decode(self, parts):
@@ -160,7 +160,7 @@ def _inverse(scale):
     return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
 
-def _round_half_away(x):
+def round_half_away(x):
     """C's roundf: a half goes away from 0. NumPy's rint would send it to the even neighbor."""
     size = np.abs(x)
     whole = np.floor(size)
@@ -213,7 +213,7 @@ class _Integers(Format):
     """`bits` a number: 8, 4 or 2; {"codes": uint8, "scale": float16, "least": float16}."""
 
     def __post_init__(self):
-        if isinstance(self.bits, bool) or self.bits not in (8, 4, 2):
+        if type(self.bits) is not int or self.bits not in (8, 4, 2):  # a NumPy integer cannot shift a byte
             raise ValueError(f"bits is {self.bits!r}: use 8, 4 or 2")
 
     def _check_count(self, name, count):

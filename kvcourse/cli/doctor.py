@@ -203,9 +203,11 @@ def gpu():
 
 def model_weights():
     """(ok, found, remedy): are the bundled models, and those fetched, whole by their SHA-256."""
-    whole, damaged = [], []
+    whole, damaged, absent = [], [], ""
     for name, model in weights.available().items():
         if not (model.bundled or model.folder):
+            if model.converted:
+                absent = f"; {name}, which some chapters need, is not here: kvcourse weights fetch {name}"
             continue
         try:
             weights.verify(name)
@@ -218,7 +220,8 @@ def model_weights():
             damaged[0],
             "see `kvcourse weights verify`; bundled files come back with `git checkout data`",
         )
-    return bool(whole), f"whole: {', '.join(whole) or 'none'}", "get the clone again: data/models is empty"
+    found = f"whole: {', '.join(whole) or 'none'}{absent}"
+    return bool(whole), found, "get the clone again: data/models is empty"
 
 
 def memory():

@@ -35,13 +35,15 @@ class LanguageModel(ABC):
                 f"a cache of shape {cache.config.cache_shape} (layers, KV heads, head_dim) does not fit "
                 f"{self.config.name}, {self.config.cache_shape}: make one with for_model(model)"
             )
-        positions = cache.begin(len(ids))
+        open_before = getattr(cache, "pending", 0)  # somebody else's pass: begin refuses, and it stays open
         try:
+            positions = cache.begin(len(ids))
             self._check_positions(positions, cache)
             logits = self._forward(ids, positions, cache.attend, rows)
             cache.commit()
         except BaseException:  # an interrupted cell too must leave the cache as it was
-            cache.abort()
+            if not open_before:
+                cache.abort()
             raise
         return logits
 

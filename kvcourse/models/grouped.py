@@ -24,10 +24,14 @@ def pool_kv_heads(params, config, num_kv_heads, how="mean"):
     shared with `params`. Raises ValueError for heads that do not divide, or an unknown `how`.
     """
     heads, head_dim = config.num_heads, config.head_dim
+    if config.architecture != "gpt2" or config.num_kv_heads != heads:
+        raise ValueError(
+            f"{config.name} is no GPT-2 with a KV head for each query head: only those are pooled"
+        )
     if how not in POOLINGS:
         raise ValueError(f"pooling {how!r} is not known: use one of {', '.join(POOLINGS)}")
-    if num_kv_heads < 1 or heads % num_kv_heads:
-        raise ValueError(f"{heads} heads cannot be pooled evenly to {num_kv_heads}: choose a divisor")
+    if not isinstance(num_kv_heads, int) or num_kv_heads < 1 or heads % num_kv_heads:
+        raise ValueError(f"{heads} heads cannot be pooled evenly to {num_kv_heads!r}: choose a divisor")
     pooled = dict(params)
     for layer in range(config.num_layers):
         for part in ("weight", "bias"):

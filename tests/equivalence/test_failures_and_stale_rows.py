@@ -182,3 +182,31 @@ def test_a_read_of_a_stale_row_would_be_seen(kind):
     poison(cache)
     cache._counts = (3, 0)
     assert np.isnan(MODEL([7], cache)).all()
+
+
+@pytest.mark.parametrize("kind", [kv.ContiguousCache, kv.GrowingCache])
+def test_an_interrupt_while_a_pass_begins_leaves_no_open_pass(kind, monkeypatch):
+    """The cell that is run again must not hear that a pass is still open."""
+    model = kv.load_model("austen-gpt2-draft")
+    cache, begin = kind.for_model(model), kind.begin
+
+    def interrupted(self, n):
+        begin(self, n)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model([1, 2, 3], cache)
+    assert (cache.seq_len, cache.pending) == (0, 0)
+    model([1, 2, 3], cache)
+
+
+def test_somebody_elses_open_pass_stays_open():
+    model = kv.load_model("austen-gpt2-draft")
+    cache = kv.ContiguousCache.for_model(model)
+    cache.begin(2)
+    for whole in (cache, kv.BatchView([cache], [1])):
+        with pytest.raises(RuntimeError, match="open"):
+            model([1], whole)
+        assert cache.pending == 2

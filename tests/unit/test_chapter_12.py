@@ -122,11 +122,13 @@ def test_pool_is_the_packages_and_a_group_reads_its_pooled_head(pool, tiny, kv_h
 
 
 def test_heads_that_do_not_divide_are_refused(tiny):
-    for kv_heads in (3, 0, -1, 8):
+    for kv_heads in (3, 0, -1, 8, "2", 2.0, None):
         with pytest.raises(ValueError, match="cannot be pooled evenly"):
             GroupedGPT2(tiny, kv_heads)
     with pytest.raises(ValueError, match="pooling 'median' is not known: use one of mean, first"):
         GroupedGPT2(tiny, 2, "median")
+    with pytest.raises(ValueError, match="only those are pooled"):
+        GroupedGPT2(GroupedGPT2(tiny, 2), 1)
 
 
 # --- what the page prints --------------------------------------------------------------------

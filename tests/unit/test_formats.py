@@ -274,6 +274,7 @@ def test_a_number_that_would_spoil_a_shared_scale_is_refused(name, bad):
         (lambda: formats.by_name("int4/row"), ValueError, "not known"),
         (lambda: formats.by_name(8), ValueError, "format 8 is not known"),
         (lambda: PerToken(3), ValueError, "bits is 3: use 8, 4 or 2"),
+        (lambda: PerToken(4.0), ValueError, "bits is 4.0: use 8, 4 or 2"),
         (lambda: PerChannel(16), ValueError, "bits is 16"),
         (lambda: PerToken(4, 0), ValueError, "group is 0: give a whole number, at least 1"),
         (lambda: PerToken(4, 2.5), ValueError, "group is 2.5"),

@@ -71,6 +71,42 @@ def test_wrong_arguments(arguments, words):
 
 
 @pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (dict(stop="<|im_end|>"), "stop is '<|im_end|>': give a token id, 0 … 2,047"),
+        (dict(stop=2048), "stop is 2048: give a token id"),
+        (dict(stop=[1]), r"stop is \[1\]: give a token id"),
+        (dict(max_new_tokens=2.5), "max_new_tokens is 2.5: it is not a whole number of tokens"),
+        (dict(sampler="greedy"), "sampler is 'greedy': give a function"),
+        (dict(on_token=3), "on_token is 3: give a function"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_any_work(arguments, words):
+    """A stop that is no token never stops; a sampler that is none would fail after the prompt has passed."""
+    cache = kv.ContiguousCache.for_model(MODEL)
+    with pytest.raises((ValueError, TypeError), match=words.replace("|", r"\|")):
+        kv.generate(MODEL, PROMPT, cache=cache, **arguments)
+    assert cache.seq_len == 0
+
+
+def test_a_long_prompt_passes_in_chunks(monkeypatch):
+    """Its logits are the same, and no pass has more tokens than a cache or PREFILL_CHUNK allows."""
+    ids = np.random.default_rng(0).integers(2048, size=600).tolist()
+    expected, passes, forward = kv.generate(MODEL, ids, 8, use_cache=False), [], type(MODEL)._forward
+
+    def counted(self, ids, *rest):
+        passes.append(len(ids))
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(type(MODEL), "_forward", counted)
+    assert kv.generate(MODEL, ids, 8) == expected
+    assert passes == [256, 256, 88] + [1] * 7
+    passes.clear()
+    kv.generate(MODEL, ids, 2, cache=kv.SlidingCache.for_model(MODEL, window=100, slack=149))
+    assert passes == [150] * 4 + [1]
+
+
+@pytest.mark.parametrize(
     "arguments", [dict(temperature=0), dict(temperature=-1), dict(top_p=0), dict(top_p=1.5)]
 )
 def test_impossible_samplers(arguments):

