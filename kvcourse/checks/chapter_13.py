@@ -72,10 +72,12 @@ def _value_mistake(got, want, up, out):
         return "a head's values meet the output rows of another head"
     if _same(got, np.repeat(up[:1].swapaxes(1, 2) @ own[:1], heads, axis=0)):
         return "all heads got the matrix of head 0"
+    if np.allclose(got, want, atol=1e-4):
+        return f"the numbers are right to the digits of {got.dtype}: keep float64, as the two arrays are"
     ratio = _common_ratio(got, want)
     if ratio:
         return (
-            f"every number is {ratio:.3g} times too large: no scale belongs here, that of the scores is "
+            f"every number is {ratio:.3g} times what it should be: no scale belongs here, that of the scores is "
             f"applied before softmax"
         )
     head, row, column = (int(i) for i in np.argwhere(~np.isclose(got, want, atol=TOLERANCE))[0])

@@ -50,7 +50,9 @@ def _form(got, x):
         return f"only one half comes back, shape {got.shape}: put both turned halves side by side"
     if got.shape != x.shape:
         return f"the result has shape {got.shape}: expected x's own, {x.shape}"
-    if not np.issubdtype(got.dtype, np.floating) or not np.isfinite(got).all():
+    if got.dtype not in (np.float32, np.float64):
+        return f"the result holds {got.dtype}: expected x's own, {x.dtype}"
+    if not np.isfinite(got).all():
         return f"the result is {short(got)} and holds something that is no finite number"
     return None
 

@@ -40,6 +40,8 @@ WRONG = {
         (_other_head, "output rows of another head"),
         (lambda up, out: np.repeat(_right(up, out)[:1], len(up), axis=0), "matrix of head 0"),
         (_scaled, "no scale belongs here"),
+        (lambda up, out: -_right(up, out), "-1 times what it should be"),
+        (lambda up, out: _right(up, out).astype(np.float32), "right to the digits of float32"),
         (lambda up, out: _right(up, out) + np.eye(*_right(up, out).shape[1:]), "the sum over v"),
     ]
 }

@@ -118,6 +118,7 @@ WRONG = {
         (_to_degrees, "turned into degrees"),
         (_angles_in_float32, "compute angles in float64"),
         (_float64, "but float64"),
+        (lambda *given: _float64(*given).astype(np.float16), "the result holds float16: expected x's own"),
         (_rows_counted, "rows are counted"),
         (_half_the_exponent, "the exponent is −j / head_dim"),
         (_growing, "with a minus"),
