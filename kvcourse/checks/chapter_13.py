@@ -77,8 +77,8 @@ def _value_mistake(got, want, up, out):
     ratio = _common_ratio(got, want)
     if ratio:
         return (
-            f"every number is {ratio:.3g} times what it should be: no scale belongs here, that of the scores is "
-            f"applied before softmax"
+            f"every number is {ratio:.3g} times what it should be: no scale belongs here, that of the scores "
+            f"is applied before softmax"
         )
     head, row, column = (int(i) for i in np.argwhere(~np.isclose(got, want, atol=TOLERANCE))[0])
     return (
