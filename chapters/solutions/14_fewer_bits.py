@@ -22,6 +22,6 @@ def decode_q8_0(blocks):
 # Break it: add the zero point where the codes are read. `without_zero_point` becomes
 #
 #     def with_zero_point(x):
-#         return dequantize(*quantize(x, 8, axis=2))
+#         return per_channel(x, 8)
 #
 # and a test needs a text of more than one group.

@@ -101,7 +101,7 @@ def _wrong_blocks(x):
     """(the mistake in words, the blocks it gives) of typical mistakes."""
     most = np.abs(x).max(axis=1, keepdims=True)
     scale = most / np.float32(127)
-    away = formats._round_half_away
+    away = formats.round_half_away
 
     def blocks(scale, codes, stored=None):
         stored = (scale if stored is None else stored).astype(np.float16).view(np.uint8)
@@ -118,7 +118,7 @@ def _wrong_blocks(x):
         (blocks(scale, np.rint(times(scale)))),
     )
     yield (
-        "a half was rounded up: −2.5 becomes −3 here, away from 0",
+        "a half was rounded up: that makes −2.5 a −2, it should be −3, away from 0",
         (blocks(scale, np.floor(times(scale) + np.float32(0.5)))),
     )
     yield (

@@ -43,7 +43,7 @@ LAYOUTS = {  # name in prose → what shares a scale among keys, among values
 BITS, GROUPS, RESIDUALS = (2, 4, 8), (32, 64), (0, 32, 128)
 MOST_MORE = 20  # %, the end of the axis of `needles_figure`
 HEAD = 1  # the KV head that the pictures show
-SHOWN = 160  # tokens of the panel's pictures: a residual of 128 leaves 32 to be quantized
+SHOWN = 192  # tokens of the panel's pictures: whole groups of 32 and 64, and beyond a residual of 128
 TOKENS = 1024  # for which the panel gives the bytes of a cache with a residual
 
 
@@ -145,10 +145,11 @@ def layouts_figure(found, exact):
 def layouts_text(found, exact):
     """The sentence under it."""
     parts = []
-    for bits in (4, 2):
+    for bits in (2, 4):
         order = sorted((cost[0], layout) for (b, layout), cost in found.items() if b == bits)
-        parts.append(f"{bits} bits: " + ", ".join(f"{layout} {value:.1f}" for value, layout in order))
-    return f"16 bits: {exact:.1f}. " + ". ".join(parts) + "."
+        (least, best), (most, worst) = order[0], order[-1]
+        parts.append(f"at {bits} bits from {least / exact:.2f} ({best}) to {most / exact:.2f} ({worst})")
+    return f"Perplexity, times that of 16 bits: {'; '.join(parts)}."
 
 
 def needle_counts(results, keys, values, residual=0):
@@ -174,29 +175,51 @@ def needles_by_depth(results, keys, values, residual, length):
     }
 
 
+def needle_cost(results, keys, values, residual=0):
+    """(mean ln p a digit below 16 bits, its standard error) over the needles that both were asked.
+
+    Needle by needle, as in `recorded`: both meet the same easy and hard ones.
+    """
+    graded = _graded(results, name_of(keys, values, residual))
+    exact = _graded(results, "float16")
+    extra = np.array([exact[needle] - graded[needle] for needle in graded if needle in exact])
+    return float(extra.mean()), float(extra.std(ddof=1)) / math.sqrt(len(extra))
+
+
+def _graded(results, name):
+    """{(length, depth, seed): mean ln p of a digit} of a cache."""
+    runs = [run for run in results["needles"]["runs"].values() if run["cache"] == name]
+    return {(run["length"], r["depth"], r["seed"]): r["log_prob"] for run in runs for r in run["records"]}
+
+
 def needle_rows(results):
-    """[(name, {length: (found, asked, mean ln p)}, cost)] of all formats with needles; cost as `recorded`."""
+    """[(name, {length: (found, asked, mean ln p)}, cost, graded)] of all formats with needles.
+
+    cost as `recorded`, graded as `needle_cost`.
+    """
     rows = []
     for label, pair in FORMATS.items():
         for residual in RESIDUALS:
             counts = needle_counts(results, *pair, residual)
             if counts:
                 name = label + (f", residual {residual}" if residual else "")
-                rows.append((name, counts, recorded(results, "bits", name_of(*pair, residual))))
+                cost = recorded(results, "bits", name_of(*pair, residual))
+                rows.append((name, counts, cost, needle_cost(results, *pair, residual)))
     return rows
 
 
 def needle_table(rows):
-    """Found needles by length, the mean ln p of a digit over all of them, and the perplexity beside it."""
-    lengths = sorted({length for _, counts, _ in rows for length in counts})
-    head = f"{'':<44}" + "".join(f"{f'{length:,}':>10}" for length in lengths)
-    lines = [head + f"{'all':>10}{'ln p':>8}{'perplexity':>12}"]
-    for name, counts, cost in rows:
+    """Found needles by length, the mean ln p of a digit over all and what is lost of it, the perplexity."""
+    lengths = sorted({length for _, counts, *_ in rows for length in counts})
+    head = f"{'':<40}" + "".join(f"{f'{length:,}':>8}" for length in lengths)
+    lines = [head + f"{'all':>10}{'ln p':>7}{'below 16 bits':>15}{'perplexity':>12}"]
+    for name, counts, cost, (lost, uncertain) in rows:
         cells = [f"{counts[n][0]} of {counts[n][1]}" if n in counts else "–" for n in lengths]
         found, asked, mean = total(counts)
         perplexity = "–" if cost is None else f"{cost[0]:.1f}"
-        row = f"{name:<44}" + "".join(f"{cell:>10}" for cell in [*cells, f"{found} of {asked}"])
-        lines.append(row + f"{mean:>8.2f}{perplexity:>12}")
+        row = f"{name:<40}" + "".join(f"{cell:>8}" for cell in cells) + f"{f'{found} of {asked}':>10}"
+        below = "" if name == "16 bits" else f"{lost:.2f} ± {uncertain:.2f}"
+        lines.append(row + f"{mean:>7.2f}{below:>15}{perplexity:>12}")
     return "\n".join(lines)
 
 
@@ -210,11 +233,12 @@ def needles_figure(rows):
     """What a format costs in perplexity against the needles found; beyond MOST_MORE it stands at the edge."""
     figure = look.new_figure("perplexity, more than in 16 bits (%)", "needles found (%)")
     places = {}  # (x, y) → labels: formats in one place share a point
-    for name, counts, cost in rows:
+    for name, counts, cost, _ in rows:
         if cost is not None:
             found, asked, _ = total(counts)
             more, share = 100 * math.expm1(cost[1]), 100 * found / asked
-            label = name if more <= MOST_MORE else f"{name}: {more:.0f} % more"
+            label = name.replace("keys per channel", "K channel").replace("groups of 32", "g 32")
+            label += "" if more <= MOST_MORE else f": {more:.0f} %"
             point = round(min(max(more, 0), MOST_MORE), 1), round(share, 1)
             near = next((p for p in places if abs(p[0] - point[0]) < 0.5 and abs(p[1] - point[1]) < 4), point)
             places.setdefault(near, []).append(label)
@@ -229,14 +253,16 @@ def needles_figure(rows):
         hovertext=[", ".join(labels) for labels in places.values()],
         hovertemplate="%{hovertext}: %{y} % of the needles found<extra></extra>",
     )
-    figure.update_xaxes(range=[-0.7, MOST_MORE + 0.5])
+    ticks = list(range(0, MOST_MORE + 1, 5))
+    names = [*map(str, ticks[:-1]), f"≥ {MOST_MORE}"]
+    figure.update_xaxes(range=[-0.7, MOST_MORE + 0.7], tickvals=ticks, ticktext=names, dtick=None)
     return figure.update_yaxes(range=[-12, 118])
 
 
 def needles_text(rows):
     """The sentence under it."""
     parts = []
-    for name, counts, cost in rows:
+    for name, counts, cost, _ in rows:
         if cost is not None:
             found, asked, _ = total(counts)
             parts.append(f"{name} {100 * math.expm1(cost[1]):+.1f} % and {found} of {asked}")
@@ -251,18 +277,19 @@ def channel_sizes(rows):
     return np.abs(rows).mean(axis=-2)
 
 
-def two_maps(left, right, names, colors, largest=None, first=0):
+def two_maps(left, right, names, colors, largest=(None, None), first=0, border=None):
     """Two matrices (T, head_dim) side by side as magnitudes, positions left to right, channels downward.
 
-    largest  the upper end of both color scales, or None: each has its own
+    largest  the upper end of each color scale, or None: its largest number
     first    position of the first row
+    border   draw a line in the right one before this position, or None
     """
     figure = look.new_figure("position", "channel", height=400, grid=False)
-    for axis, rows, name, color in zip(("", "2"), (left, right), names, colors, strict=True):
+    for axis, rows, name, color, end in zip(("", "2"), (left, right), names, colors, largest, strict=True):
         exact = np.abs(rows.T)  # (head_dim, T)
         sizes = np.where(exact > 0, np.maximum(exact.round(3), 0.001), 0)  # only an exact 0 is the bare page
         hover = [[""]] * len(sizes)
-        trace = look.heat_map(sizes.tolist(), hover=hover, color=color, largest=largest)
+        trace = look.heat_map(sizes.tolist(), hover=hover, color=color, largest=end)
         hovered = f"{name}: channel %{{y}}, position %{{x}}: %{{z:.3f}}<extra></extra>"
         trace.update(
             x0=first, text=None, hovertemplate=hovered, xgap=0, ygap=0, xaxis=f"x{axis}", yaxis=f"y{axis}"
@@ -286,8 +313,19 @@ def two_maps(left, right, names, colors, largest=None, first=0):
         yaxis2={"anchor": "x2"},
         margin={"t": 34},
     )
-    figure.update_yaxes(autorange="reversed")
-    return figure
+    if border is not None:
+        line = {"color": look.INK, "width": 2, "dash": "dot"}
+        ends = {"x0": border - 0.5, "x1": border - 0.5, "y0": 0, "y1": 1}
+        figure.add_shape(type="line", xref="x2", yref="paper", line=line, **ends)
+    return figure.update_yaxes(autorange="reversed")
+
+
+def scale_end(rows):
+    """Where a color scale ends: 98 % of the magnitudes lie below.
+
+    One channel in 64 would take the whole scale: it may saturate, so that the others can be seen.
+    """
+    return float(f"{np.quantile(np.abs(rows), 0.98):.2g}")
 
 
 def loudest(rows, head):
@@ -333,7 +371,7 @@ def rounding(rows, results, bits, layout, group, residual, layer, matrix):
     return {
         "before": before[HEAD],
         "after": after[HEAD],
-        "error": float(np.linalg.norm(off) / np.linalg.norm(exact)) if stop else 0.0,
+        "error": float(np.linalg.norm(off) / np.linalg.norm(exact)),
         "bytes": size,
         "average": (held * size + (TOKENS - held) * whole) / TOKENS,
         "whole": whole,
@@ -361,10 +399,12 @@ def panel_cost(results, bits, layout, group, residual):
 def rounding_figure(data):
     """The chosen matrix before and after, on one scale."""
     color = look.KEY if data["matrix"] == "keys" else look.VALUE
-    names = f"{data['matrix']}, before", f"after, {data['bits']} bits"
-    # One channel in 64 would take the whole scale: it may saturate, so that the others can be seen.
-    largest = float(f"{np.quantile(np.abs(data['before']), 0.98):.2g}")
-    return two_maps(data["before"], data["after"], names, (color, color), largest)
+    whole = data["stop"] == SHOWN
+    after = f"after, {data['bits']} bits" + ("" if whole else " up to the line, then 16")
+    names = f"{data['matrix']}, before", after
+    ends = (scale_end(data["before"]),) * 2
+    border = None if whole else data["stop"]
+    return two_maps(data["before"], data["after"], names, (color, color), ends, border=border)
 
 
 def rounding_text(data):
@@ -375,8 +415,6 @@ def rounding_text(data):
         size += f"; {data['average']:,.0f} B on average over {TOKENS:,} tokens"
     matrix = f"{data['matrix']} of layer {data['layer']}, KV head {HEAD}"
     wrong = f"The {matrix}, are off by {100 * data['error']:.1f} % at positions 0–{data['stop'] - 1}"
-    if data["stop"] == 0:
-        wrong = f"The {matrix}, are exact: {SHOWN} tokens are too few for a whole group before the residual"
     if data["cost"] is None:
         cost = "No perplexity was recorded for this combination"
     else:

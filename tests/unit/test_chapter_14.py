@@ -193,7 +193,7 @@ def made_up():
             "length": length,
             "records": [
                 {"depth": 0.5, "seed": 0, "found": found, "log_prob": log},
-                {"found": True, "log_prob": 0.0},
+                {"depth": 0.5, "seed": 1, "found": True, "log_prob": 0.0},
             ],
         }
         for name, length, found, log in (
@@ -219,12 +219,13 @@ def test_tables_take_what_is_there():
     assert len(lines) == 5 and lines[3].split()[:4] == ["q4_0", "6,480", "0.281", "0"]
     assert "residual 32" in lines[4] and "32–63" in lines[4]
     found = figures.needle_rows(made_up())
-    assert [name for name, _, _ in found] == ["16 bits", "2 bits, keys per channel, residual 32"]
+    assert [name for name, *_ in found] == ["16 bits", "2 bits, keys per channel, residual 32"]
     assert found[0][1] == {64: (2, 2, 0.0), 512: (2, 2, -0.25)}
     assert figures.total(found[0][1]) == (4, 4, -0.125)
     table = figures.needle_table(found).split("\n")
-    assert table[0].split() == ["64", "512", "all", "ln", "p", "perplexity"]
-    assert "1 of 2" in table[2] and "–" in table[2]
+    assert table[0].split() == ["64", "512", "all", "ln", "p", "below", "16", "bits", "perplexity"]
+    # ln p 2 and 0 below that of 16 bits in the two needles of 64 tokens: mean 1, √2 / √2 = 1.
+    assert "1 of 2" in table[2] and "–" in table[2] and "1.00 ± 1.00" in table[2]
     assert "+171.8 % and 1 of 2" in figures.needles_text(found)  # e^1 − 1
     assert figures.layouts({}) == {} and figures.needle_rows({}) == []
     assert figures.needles_by_depth({}, "q8_0", "q8_0", 0, 512) == {}
@@ -245,20 +246,22 @@ def test_the_stills():
     found = {(bits, layout): (30.0 * bits, 0.1, 0.1) for bits in (4, 2) for layout in figures.LAYOUTS}
     drawn = figures.layouts_figure(found, 29.3)
     assert [len(trace.x) for trace in drawn.data] == [4, 4, 2]
-    assert "both per token 60.0" in figures.layouts_text(found, 29.3)
+    found[2, "both per token"], found[4, "both per channel"] = (87.9, 0.1, 0.1), (293.0, 0.1, 0.1)
+    text = figures.layouts_text(found, 29.3)
+    assert "to 3.00 (both per token)" in text and "to 10.00 (both per channel)" in text
     drawn = figures.needles_figure(figures.needle_rows(made_up()))
     assert list(drawn.data[0].y) == [100.0, 50.0]
     left, right = rows(0, (8, 64)), np.zeros((8, 64), np.float32)
     drawn = figures.two_maps(left, right, ("keys", "values"), ("#0072B2", "#E69F00"), first=5)
     assert len(drawn.data[0].z) == 64 and len(drawn.data[0].z[0]) == 8 and drawn.data[0].x0 == 5
     assert drawn.data[1].z[0][0] is None  # exact zero is the bare page
+    assert not drawn.layout.shapes
+    bordered = figures.two_maps(left, right, ("keys", "values"), ("#0072B2", "#E69F00"), (3, 5), border=4)
+    assert [trace.zmax for trace in bordered.data] == [3, 5] and bordered.layout.shapes[0].x0 == 3.5
 
 
 def recorded_run():
-    runs = measure.recorded_runs("quality")
-    if not runs:
-        pytest.skip("no recorded run of quality yet")
-    return runs[-1].results
+    return measure.recorded_runs("quality")[-1].results
 
 
 def test_what_the_page_says_about_the_recorded_run():
@@ -277,26 +280,58 @@ def test_what_the_page_says_about_the_recorded_run():
         order = sorted(figures.LAYOUTS, key=lambda layout: found[bits, layout][0])
         assert order[0] == "keys per channel, values per token"
         assert order[-1] == "keys per token, values per channel"
+    kivi, both = (found[4, layout] for layout in (order[0], "both per channel"))
+    assert both[1] - kivi[1] < both[2]  # "below the ±"
     exact = figures.recorded(results, "fake_bits", "float16")[0]
     assert found[2, "keys per channel, values per token"][0] / exact > 1.3  # "half" in round 3
     kivi = figures.FORMATS["2 bits, keys per channel"]
-    for residual in (32, 128):
-        assert 0.02 < figures.recorded(results, "bits", figures.name_of(*kivi, residual))[1] < 0.12
+    more = {
+        r: math.expm1(figures.recorded(results, "bits", figures.name_of(*kivi, r))[1]) for r in (0, 32, 128)
+    }
+    assert round(100 * more[0]) == 15 and (round(100 * more[32]), round(100 * more[128])) == (8, 7)
     token = figures.FORMATS["2 bits per token, groups of 32"]
     without, with_tail = (figures.recorded(results, "bits", figures.name_of(*token, r))[1] for r in (0, 32))
     assert with_tail < without / 2
 
 
 def test_what_the_page_says_about_needles():
-    results = recorded_run()
-    found = {name: figures.total(counts) for name, counts, _ in figures.needle_rows(results)}
-    if "2 bits, keys per channel, residual 128" not in found:
-        pytest.skip("no needles recorded yet")
-    share = {name: hits / asked for name, (hits, asked, _) in found.items()}
-    assert share["16 bits"] == share["q8_0"] == 1
-    assert share.get("2 bits per token, groups of 32", 0) < 0.1
-    assert 0.3 < share["2 bits, keys per channel, residual 128"] < 0.9
-    assert share["q4_0"] > 0.8 and found["q4_0"][2] < found["16 bits"][2]
+    rows = {name: row for name, *row in figures.needle_rows(recorded_run())}
+    found = {name: figures.total(counts) for name, (counts, _, _) in rows.items()}
+    assert all(list(counts) == [512, 1024, 2048] for counts, _, _ in rows.values())
+    assert {asked for _, asked, _ in found.values()} == {27}
+    hits = {name: hits for name, (hits, _, _) in found.items()}
+    assert hits["16 bits"] == hits["fp8"] == hits["q8_0"] == 27
+    assert hits["2 bits per token, groups of 32"] == 0 and hits["4 bits per token"] > 24
+    kivi, bare = "2 bits, keys per channel, residual 128", "2 bits, keys per channel"
+    assert (hits["q4_0"], hits[kivi], hits[bare]) == (25, 15, 13)
+    assert [part[0] for part in rows["q4_0"][0].values()] == [9, 9, 7]
+    more = {name: math.expm1(rows[name][1][1]) for name in ("q4_0", kivi)}
+    assert all(0.06 < share < 0.07 for share in more.values())  # "6 to 7 %"
+    # Half against nearly all: more than three standard errors. 13 against 15: less than one.
+    error = {name: math.sqrt(hits[name] / 27 * (1 - hits[name] / 27) / 27) for name in ("q4_0", kivi, bare)}
+    assert 25 / 27 - 15 / 27 > 3 * math.hypot(error["q4_0"], error[kivi])
+    assert 15 / 27 - 13 / 27 < math.hypot(error[kivi], error[bare])
+    for name in ("q4_0", "4 bits per token"):
+        lost, uncertain = rows[name][2]
+        assert lost > 3 * uncertain, name
+
+
+def test_what_nine_and_27_needles_can_tell():
+    text = printed()
+    # One needle in ten missed: 0.9 to the power of 27. The second miss meets 8 of the other 26.
+    assert "finds 27 of 27 with probability 0.06" in text and round(math.exp(27 * math.log(0.9)), 2) == 0.06
+    assert "same nine with probability 0.31" in text and round(8 / 26, 2) == 0.31
+
+
+def test_what_the_page_says_about_depth():
+    pair = figures.FORMATS["2 bits, keys per channel"]
+    with_tail, without, exact = (
+        figures.needles_by_depth(recorded_run(), *formats_, residual, 512)
+        for formats_, residual in ((pair, 128), (pair, 0), (("float16", "float16"), 0))
+    )
+    assert abs(with_tail[0.9][2] - exact[0.9][2]) < 0.05 < abs(without[0.9][2] - exact[0.9][2])
+    for depth in (0.1, 0.5):
+        assert with_tail[depth][2] <= without[depth][2]
 
 
 # --- the panel --------------------------------------------------------------------------------------
@@ -322,10 +357,13 @@ def test_the_panels_sentence(panel):
     assert "Perplexity 7.4 against 2.7 in 16 bits (every token quantized before it is read; recorded)" in text
     text = panel.set(residual=32)
     # 992 tokens quantized, 32 in 16 bits: (992 · 1728 + 32 · 9216) / 1024.
-    assert "1,962 B on average over 1,024 tokens" in text and "at positions 0–127" in text
+    assert "1,962 B on average over 1,024 tokens" in text and "at positions 0–159" in text
     assert "Perplexity 20.1 against 7.4 in 16 bits (the newest tokens in 16 bits; recorded)" in text
     assert "No perplexity was recorded" in panel.set(bits=4)
-    assert "are exact" in panel.set(group=64, residual=128)
+    assert panel.figure.layout.shapes[0].x0 == 159.5  # beyond it 16 bits
+    assert "at positions 0–63" in panel.set(group=64, residual=128)
+    panel.set(residual=0)
+    assert not panel.figure.layout.shapes
 
 
 def test_the_panel_at_the_ends_of_its_controls(panel):
