@@ -38,6 +38,7 @@ DEPTHS = (0.1, 0.5, 0.9)
 PAPER_SINKS = {0: 3359.95, 1: 11.88, 2: 10.51, 4: 9.59, 8: 9.54}
 
 PALE = f"rgba(0, 114, 178, {look.CACHED_OPACITY})"  # a key that is there already
+SHARES = [[0, "rgba(0, 114, 178, 0.12)"], [1, look.KEY]]  # from paler on than other maps: 1 % is not 20 %
 CROSSED = {"shape": look.CROSS_HATCH, "fgcolor": look.WRONG, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.2}
 
 
@@ -88,19 +89,12 @@ def sinks_table(recorded, start=FROM):
     return "\n".join(lines)
 
 
-MISSING = "not in the recorded run yet: kvcourse bench quality goes on where it stopped"
-
-
 def stream_table(stream):
-    """Memory, the time of a step and perplexity after each thousand tokens, for both caches, as text.
-
-    `stream`, like the sections of the other tables, may be None where a recorded run is not complete.
-    """
-    if stream is None:
-        return MISSING
+    """Memory, the time of a step and perplexity of each thousand tokens, for both caches, as text."""
     lines = [
         f"{'':>8}{SHOWN[STREAMS[0]]:>32}{'all keys':>32}",
-        f"{'tokens':>8}" + f"{'MiB':>10}{'a step':>10}{'perplexity':>12}" * 2,
+        f"{'':>8}" + f"{'perplexity of':>32}" * 2,
+        f"{'tokens':>8}" + f"{'MiB':>10}{'a step':>10}{'the last 1k':>12}" * 2,
     ]
     runs = [stream["runs"][name] for name in STREAMS]
     before = 0
@@ -121,18 +115,14 @@ def stream_table(stream):
 
 def step_growth(stream, name):
     """How many times longer a step takes after the last thousand tokens than after the first."""
-    if stream is None:
-        return math.nan
     thousands = stream["runs"][name]["thousands"]
     return thousands[-1]["step"] / thousands[0]["step"]
 
 
 def heavy_table(section):
     """Perplexity with equal rows: sinks and window, heavy hitters and newest, all keys; as text."""
-    if section is None:
-        return MISSING
     lines = [f"{'':>22}{'rows':>6}{'perplexity':>12}"]
-    for name in filter(section["runs"].get, HEAVY):
+    for name in HEAVY:
         run = section["runs"][name]
         rows = "all" if name == "full" else str(run["rows"])
         lines.append(f"{SHOWN[name]:>22}{rows:>6}{perplexity(run['log_probs']):>12.1f}")
@@ -141,16 +131,12 @@ def heavy_table(section):
 
 def needle_table(section):
     """Needles found by cache, length and depth, as text."""
-    if section is None:
-        return MISSING
     runs = section["runs"].values()
     lengths = sorted({run["length"] for run in runs})
     lines = [f"{'tokens':>8}  {'':<24}{'at 10 %':>9}{'at 50 %':>9}{'at 90 %':>9}{'p of a digit':>15}"]
     for length in lengths:
         for name in NEEDLES:
-            run = section["runs"].get(f"{name} at {length}")
-            if run is None:
-                continue
+            run = section["runs"][f"{name} at {length}"]
             counts = []
             for depth in DEPTHS:
                 hits = [record["found"] for record in run["records"] if record["depth"] == depth]
@@ -191,7 +177,8 @@ def share_figure(share):
         ]
         for layer, row in enumerate(cells)
     ]
-    figure.add_trace(look.heat_map(cells, hover=hover, largest=1.0, bar_title="share of position 0"))
+    heat = look.heat_map(cells, hover=hover, largest=1.0, bar_title="share of position 0")
+    figure.add_trace(heat.update(colorscale=SHARES))
     figure.update_xaxes(dtick=1)
     return figure.update_yaxes(autorange="reversed", dtick=3)
 
@@ -214,6 +201,7 @@ def share_text(share):
 def curves_figure(curves, width=SMOOTH):
     """Perplexity along a text for several caches: {name: log-probabilities}, the first one the full cache."""
     figure = look.new_figure("token", f"perplexity of the last {width} tokens", log_y=True)
+    figure.update_yaxes(tickformat=",")
     colors = (look.INK, look.WRONG, look.KEY, look.VALUE)
     for (name, log_probs), color, dash in zip(
         curves.items(), colors, ("solid", "solid", "dash", "dot"), strict=False
@@ -236,8 +224,10 @@ def _curve(log_probs, name, color, dash="solid", width=SMOOTH):
 
 def curves_text(curves, start):
     """The sentence under it: perplexity of the tokens from `start` on."""
-    parts = [f"{name} {short(perplexity(list(values)[start - 1 :]))}" for name, values in curves.items()]
-    return f"Perplexity of tokens {start} … {len(next(iter(curves.values())))}: {', '.join(parts)}."
+    parts = [f"{name}: {short(perplexity(list(values)[start - 1 :]))}" for name, values in curves.items()]
+    text = "; ".join(parts)
+    last = len(next(iter(curves.values())))
+    return f"Perplexity of tokens {start} … {last:,}. {text[0].upper()}{text[1:]}."
 
 
 # --- the ring ------------------------------------------------------------------------------------
@@ -412,11 +402,14 @@ def forgetting_figure(data):
         )
     cells = len(data["map"])
     ticks = list(range(0, cells * BIN, 128))
+    marks = [10, 20, 50, 100] if data["sinks"] else [10, 100, 1_000, 10_000]
     figure.update_layout(
         xaxis={"domain": [0, 0.4], "range": [-0.5, cells + 0.5]},
         yaxis={"range": [cells - 0.5, -0.5]},
         xaxis2={**axis, "domain": [0.62, 1], "anchor": "y2", "range": [0, data["tokens"]]},
-        yaxis2={**axis, "anchor": "x2", "type": "log", "range": [1, 4], "dtick": 1},
+        # Without first tokens perplexity goes up to 11,000; with them it stays below 90.
+        yaxis2={**axis, "anchor": "x2", "type": "log", "range": [1, 2 if data["sinks"] else 4.1]}
+        | {"tickvals": marks, "ticktext": [f"{mark:,}" for mark in marks]},
         legend={"x": 0.5},
         showlegend=True,
     )
@@ -440,7 +433,7 @@ def _map(data):
         hover.append(line)
     trace = look.heat_map(data["map"], hover=hover, largest=0.6, bar_title="share")
     trace.colorbar.update(x=0.41, xanchor="left", len=1, title_side="top")
-    return trace.update(xgap=0, ygap=0)
+    return trace.update(xgap=0, ygap=0, colorscale=SHARES)
 
 
 def _name(data):

@@ -21,7 +21,7 @@ def forgetting_panel(weights, recorded) -> Panel:
         {
             "sinks": ipywidgets.SelectionSlider(value=1, options=figures.SINKS, description="first tokens"),
             "rows": ipywidgets.SelectionSlider(value=128, options=figures.ROWS, description="rows in all"),
-            "layer": ipywidgets.IntSlider(value=17, min=0, max=len(weights) - 1, description="layer"),
+            "layer": ipywidgets.IntSlider(value=20, min=0, max=len(weights) - 1, description="layer"),
         },
         compute=functools.partial(figures.forgetting, weights=weights, recorded=recorded),
         figure=figures.forgetting_figure,
