@@ -96,7 +96,9 @@ def _check_room(model, prompt, new, cache):
     held = cache.seq_len if cache is not None else 0
     limit = model.config.max_seq_len
     if cache is not None:
-        limit = cache.max_seq_len if cache.unlimited else min(cache.max_seq_len, limit)
+        # Learned positions end where they end, whatever the cache was made for.
+        unlimited = cache.unlimited and model.config.rope_theta is not None
+        limit = cache.max_seq_len if unlimited else min(cache.max_seq_len, limit)
     # The last token chosen is returned and never read, so it needs no position.
     needed = held + prompt + max(new - 1, 0)
     if needed > limit:

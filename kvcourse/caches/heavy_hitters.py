@@ -30,6 +30,10 @@ class HeavyHitterCache(KVCache):
     original positions. Neither an eviction nor attention once counted can be taken back: max_rewind is 0.
     Scores and positions are counted in nbytes: an engine with a fused kernel has no attention weights to
     sum. Equal scores: the older token stays.
+
+    Every `commit` that evicts, so each one of a full cache, copies the rows that stay, of all layers, into
+    new arrays of `nbytes` together. Thus rows lie in order, and an interrupt finds the old ones whole. An
+    engine would overwrite the row that leaves: this class shows what is forgotten, not what a step costs.
     """
 
     layout = "layer, kv_head, row, head_dim, with scores and positions"
@@ -106,10 +110,10 @@ class HeavyHitterCache(KVCache):
         best = np.sort(ranked[..., : self.heavy], axis=-1)
         newest = np.broadcast_to(np.arange(old, rows.held), (*best.shape[:2], self.recent))
         keep = np.concatenate([best, newest], axis=-1)  # (layers, heads, held)
-        fresh = self._empty()
-        for new, now in zip(fresh[:4], rows[:4], strict=True):
-            index = keep if now.ndim == 3 else keep[..., None]
-            new[:, :, :held] = np.take_along_axis(now, index, axis=2)
+        fresh, heads = self._empty(), np.arange(keep.shape[1])[:, None]
+        for layer, kept in enumerate(keep):  # layer by layer: no second copy of all rows at once
+            for new, now in zip(fresh[:4], rows[:4], strict=True):
+                new[layer, :, :held] = now[layer, heads, kept]
         return fresh._replace(held=held)
 
     def reset(self):

@@ -63,7 +63,12 @@ class LatentAttention:
         """q · (W c) = (Wᵀ q) · c: the up-projection of keys moves to the query, that of values to the end.
 
         x (T, d), the tokens of the pass that is open: between `cache.begin(T)` and `cache.commit()`.
-        cache  a LatentCache. Returns (T, d)."""
+        cache  a LatentCache. Returns (T, d). Raises ValueError for an x of another shape."""
+        if np.shape(x) != (cache.pending, self.config.hidden_size):
+            raise ValueError(
+                f"x has shape {np.shape(x)}: give the tokens of the open pass, one a row, "
+                f"{cache.pending, self.config.hidden_size}"
+            )
         latent, key = self.compressed(x)
         plain, turning = self.queries(x)
         q = np.concatenate([plain @ self.up_keys, turning], axis=2)  # (heads, T, rank + rope)

@@ -126,6 +126,17 @@ def test_only_latents_and_the_shared_key_are_kept(shape):
     np.testing.assert_allclose(np.sqrt((plain**2).mean(axis=1)), 1, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(WIDTH,), (2, WIDTH), (3, WIDTH - 1)])
+@pytest.mark.parametrize("kind", [np.zeros, lambda shape: np.zeros(shape).tolist()], ids=["array", "list"])
+def test_tokens_that_do_not_fit_the_open_pass_are_refused(kind, shape):
+    layer = LAYERS[SHAPES[0]][0]
+    cache = kv.LatentCache(layer.config)
+    cache.begin(3)
+    with pytest.raises(ValueError, match=r"x has shape \(.*: give the tokens of .* \(3, 40\)") as caught:
+        layer.absorbed(kind(shape), cache)
+    assert "\n" not in str(caught.value)
+
+
 def test_params_that_do_not_fit_are_refused():
     layer = make_layer(SHAPES[0])
     some = {name: array for name, array in layer.params.items() if name != "o_proj"}

@@ -15,7 +15,8 @@ TOLERANCE = 1e-3
 
 SHAPE = dict(
     vocab_size=97, hidden_size=72, intermediate_size=80, num_hidden_layers=3, max_position_embeddings=64,
-    initializer_range=0.3, rms_norm_eps=1e-5,
+    initializer_range=0.3,
+    rms_norm_eps=0.5,  # with the usual 1e-5 in its place in any one norm, logits move by 0.0048 or more
 )  # fmt: skip
 KINDS = {  # query heads, KV heads, head_dim (72 / heads: usual), one matrix for input and logits, theta
     "one KV head a query head": (4, 4, 18, True, 1e4),

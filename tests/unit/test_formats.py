@@ -193,6 +193,26 @@ def test_integers_err_by_half_a_step_and_the_rounding_of_scale_and_minimum(form,
     assert (np.abs(y - x).max(axis=-1) >= limit / 2).any()
 
 
+@pytest.mark.parametrize("form", [PerToken(8), PerChannel(8, 4)], ids=str)
+def test_the_step_begins_at_the_minimum_as_it_is_stored(form):
+    """Around 1,025.3 float16 holds whole numbers: a minimum of 1,025.3 is stored as 1,025, and 255 steps
+    from there to 1,076.3 are 51.3 / 255 each, which the exact minimum would make 51 / 255."""
+    rows = np.full((1, 4, 4), 1050, np.float32)
+    for i in range(4):  # in every row and in every channel
+        rows[0, i, i], rows[0, i, i - 1] = 1025.3, 1076.3
+    parts = form.encode(rows)
+    assert (parts["least"] == 1025).all() and (parts["scale"] == np.float16(51.3 / 255)).all()
+    back = form.decode(parts)
+    assert np.abs(back - rows).max() < 0.11  # half a step of 0.2; from the exact minimum it would be 0.3
+
+
+def test_just_below_a_half_is_rounded_down():
+    """Adding a half in float32 gives 1 for the last number below 0.5; the reference of ggml, roundf, 0."""
+    below = np.nextafter(np.float32(0.5), np.float32(0))
+    x = np.array([below, -below, 0.5, -0.5, 2.5, -2.5, 1 + below, 8388609], np.float32)
+    assert formats.round_half_away(x).tolist() == [0, 0, 1, -1, 3, -3, 2, 8388609]
+
+
 def test_equal_numbers_have_no_step():
     rows = np.full((1, 16, 8), 0.75, np.float32)
     for form in (PerToken(2), PerChannel(2, 16)):

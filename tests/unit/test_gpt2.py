@@ -148,6 +148,19 @@ def small(**changes):
     return kv.random_model("gpt2", **{**shape, "intermediate_size": 64, "max_seq_len": 32, **changes})
 
 
+def test_a_stream_of_a_rotary_model_of_the_same_shape_has_no_more_positions_either():
+    """Its cache has no limit of its own; learned positions do."""
+    rotary = kv.ModelConfig("rotary", "llama", 2, 2, 2, 8, 16, 64, 50, 32, rope_theta=1e4)
+    model, cache = small(), kv.SlidingCache(rotary, window=8)
+    assert cache.unlimited
+    model([1] * 30, cache)
+    with pytest.raises(ValueError, match="need 33 positions, the limit is 32"):
+        kv.generate(model, [1], 3, cache=cache)
+    with pytest.raises(kv.CacheFull, match="position 32 is outside the 32 positions of gpt2"):
+        model([1] * 3, cache)
+    assert (cache.seq_len, cache.pending) == (30, 0)
+
+
 def test_a_cache_with_more_positions_than_the_model():
     model, cache = small(), kv.ContiguousCache.for_model(small(max_seq_len=64))
     model([1] * 30, cache)

@@ -107,7 +107,11 @@ def turned(x, positions, theta):
 def test_rotary_is_a_complex_product(head_dim, theta):
     """The same object goes forward, far ahead (its tables grow) and back; 100,000 needs float64 angles."""
     rotate = ops.Rotary(head_dim, theta)
-    for positions in ([0], [5, 3, 9], range(250, 270), [1_000, 100_000], [-3, 2], [0, 255, 256, 99_999]):
+    edge = rotate.TABLE  # the first position that is in no table
+    for positions in (
+        [0], [5, 3, 9], range(250, 270), [edge], [1_000, 100_000], [-3, 2], [edge - 1], [edge - 1, edge],
+        [edge, edge + 1], [0, 255, 256, 99_999],
+    ):  # fmt: skip
         positions = np.array(positions)
         x = normal(3, len(positions), head_dim)
         before, got = x.copy(), rotate(x, positions)

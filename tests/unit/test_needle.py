@@ -57,6 +57,43 @@ def test_the_seed_chooses_number_and_place(tokenizer):
     assert made[0][1] != made[1][1] and made[0][0][34:60] != made[1][0][34:60]
 
 
+SENTENCES = "".join(f" I see {i:04}." for i in range(3000))  # of 12 bytes each
+
+
+def around(number):
+    """What stands before the text, in it and after it; \0 and \1 for the two control tokens."""
+    return (
+        "\0user\nRead this text.\n\n",
+        f" Remember this: the pass key is {number}.",
+        "\n\nWhat is the pass key mentioned in the text?\1\n"
+        "\0assistant\nThe pass key mentioned in the text is ",
+    )
+
+
+def test_a_prompt_written_by_hand(tokenizer):
+    """The recorded run is made of these prompts, so a seed must go on giving the same: NumPy's generator
+    of seed 0 draws the digits 8 6 5 2 3, and then one of the first 2,000 tokens."""
+    random = np.random.default_rng(0)
+    assert random.integers(0, 10, 5).tolist() == [8, 6, 5, 2, 3]
+    head, hidden, tail = around(86523)
+    room = 500 - 5 - len(head + hidden + tail)
+    hay = SENTENCES[random.integers(0, 2000) :][:room]
+    cut = hay.index(".", room // 2 - 6) + 1  # an end at most half a sentence from the middle
+    expected = (head + hay[:cut] + hidden + hay[cut:] + tail).replace("\0", "<|im_start|>")
+    ids, answer = needle.prompt(tokenizer, SENTENCES, 500, 0.5, seed=0)
+    assert tokenizer.decode(ids) == expected.replace("\1", "<|im_end|>")
+    assert tokenizer.decode(answer) == "86523"
+
+
+def test_a_text_that_is_just_long_enough_begins_at_its_first_token(tokenizer):
+    head, hidden, tail = around(12345)
+    text = SENTENCES[: 500 - 5 - len(head + hidden + tail)]
+    ids, _ = needle.prompt(tokenizer, text, 500, 1, seed=0)
+    assert tokenizer.decode(ids).startswith(f"<|im_start|>{head[1:]}{text[:-20]}")
+    with pytest.raises(ValueError, match="give a longer text"):
+        needle.prompt(tokenizer, text[1:], 500, 1, seed=0)
+
+
 def test_a_control_token_in_the_text_is_read_as_plain_text(tokenizer):
     ids, _ = needle.prompt(tokenizer, "<|im_end|>. " * 400, 500, 0.5, seed=0)
     assert ids.count(257) == 1
@@ -83,6 +120,7 @@ def test_the_length_named_in_the_error_is_the_shortest(tokenizer):
     shortest = int(re.search(r"give (\d+)", str(error.value))[1])
     ids, answer = needle.prompt(tokenizer, TEXT, shortest, 0.5, seed=0)
     assert len(ids) + len(answer) == shortest
+    assert shortest == len("".join(around(12345))) + 8 + 5  # eight tokens of text
     with pytest.raises(ValueError, match="leave no text"):
         needle.prompt(tokenizer, TEXT, shortest - 1, 0.5, seed=0)
 

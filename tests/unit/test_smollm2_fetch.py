@@ -164,6 +164,16 @@ def test_a_damaged_copy_is_replaced(made, damage):
     assert weights.fetch(NAME) == made.folder == weights.verify(NAME)
 
 
+def test_files_of_equal_size_and_time_are_still_compared(tmp_path):
+    """A damaged copy may have the size of the whole one, and a file system with coarse times its time too."""
+    for name, content in (("made", b"right"), ("held", b"wrong")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(content)
+        os.utime(tmp_path / name / "file", (1e9, 1e9))
+    smollm2._put(tmp_path / "made", tmp_path / "held")
+    assert (tmp_path / "held" / "file").read_bytes() == b"right"
+
+
 @pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
 def test_others_may_read_it(made):
     """A teacher who points KVCOURSE_SHARED at this folder shares files that the class can open."""
