@@ -205,8 +205,8 @@ def test_printed_answers():
         "Answer: 255 positions.",  # 256 rows, the query in the last
         "Answer: layer 11.",
         "Answer: layer 7.",
-        "Answer: two to ten times as high.",
-        "Answer: up by less than a tenth.",
+        "Answer: up by more, at most tenfold.",
+        "Answer: up by under a tenth.",
         "Answer: somewhere.",
         "10 see everything, others 1,024",
     ):
