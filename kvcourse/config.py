@@ -55,6 +55,31 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Slower rotations for a longer context, as Llama 3.1 and later have them ("llama3").
+
+    Frequencies whose wavelength is above original_max_seq_len / low_freq_factor are divided by
+    `factor`, those below original_max_seq_len / high_freq_factor stay, and in between the two are mixed.
+    Source: Llama 3.1's own code (meta-llama/llama-models, `apply_scaling`); field names of its config.json.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_seq_len: int
+
+    def __post_init__(self):
+        _check_sizes(self, "original_max_seq_len")
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} is {value!r}: it must be a number above 0")
+        if not self.low_freq_factor < self.high_freq_factor:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            raise ValueError(f"low_freq_factor {low} is not below high_freq_factor {high}: are they swapped?")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The numbers that fix a model's shape. Checked when made, never changed after.
 
@@ -68,6 +93,7 @@ class ModelConfig:
     sliding_window         a token sees this many tokens, itself included, except in the layers of
     full_attention_layers  which see everything; None: all layers do
     rope_theta             base of the rotary positions; None where positions are learned
+    rope_scaling           how a Llama's rotations are slowed; None: they are not
     """
 
     name: str
@@ -88,6 +114,7 @@ class ModelConfig:
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()
     rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
     latent: Latent | None = None
     experts: Experts | None = None
 
@@ -240,8 +267,8 @@ def _check_sizes(owner, *fields, least=1):
 
 
 def from_fields(name, fields):
-    """A ModelConfig from plain fields, as `data/models.json` stores them: `latent` and `experts` as dicts."""
-    parts = {"latent": Latent, "experts": Experts}
+    """A ModelConfig from plain fields, as `data/models.json` stores them: its parts as dicts."""
+    parts = {"latent": Latent, "experts": Experts, "rope_scaling": RopeScaling}
     made = {key: kind(**fields[key]) for key, kind in parts.items() if fields.get(key) is not None}
     return ModelConfig(name=name, **(fields | made))
 

@@ -7,7 +7,7 @@ Field names and what holds where a file leaves one out are those of transformers
 import json
 from pathlib import Path
 
-from kvcourse.config import Experts, Latent, ModelConfig
+from kvcourse.config import Experts, Latent, ModelConfig, RopeScaling
 
 
 def read_config(path, name=None):
@@ -129,7 +129,7 @@ def _gpt2(fields):
 
 def _llama(fields):
     fields.only(attention_bias=False, mlp_bias=False)
-    return ModelConfig(architecture="llama", **_shape(fields))
+    return ModelConfig(architecture="llama", rope_scaling=_rope_scaling(fields), **_shape(fields))
 
 
 def _qwen2(fields):
@@ -236,6 +236,18 @@ def _rope_theta(fields, usual):
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
         raise ValueError(f"{fields.name}: rope_theta is {theta!r}: it must be a number above 0")
     return float(theta)
+
+
+def _rope_scaling(fields):
+    """The RopeScaling of a Llama, or None: without one, and for a kind that is only sized here."""
+    rope = fields.get("rope_scaling", fields.get("rope_parameters", {}))
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "llama3":
+        return None
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    lacking = [name for name in names if name not in rope]
+    if lacking:
+        raise ValueError(f"{fields.name}: the llama3 rotation lacks {', '.join(lacking)}")
+    return RopeScaling(*(rope[name] for name in names))
 
 
 def _qwen_window(fields):

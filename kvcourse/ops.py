@@ -145,18 +145,32 @@ def swiglu_inplace(gate_up):
     return gate
 
 
+def rotary_frequencies(head_dim, theta, scaling=None):
+    """Radians a position of each pair, float64 (head_dim / 2,): theta^(−2j / head_dim).
+
+    scaling  a config's RopeScaling, or None
+    """
+    frequencies = float(theta) ** -(np.arange(0, head_dim, 2) / head_dim)
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # within the original context
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0, 1)  # 1: fast enough to stay as it is, 0: divided by the whole factor
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
 class Rotary:
     """Rotary positions: `rotate(x, positions)` turns pair j of every vector by position · theta^(−2j/d).
 
     Source: Su et al. 2021, "RoFormer", equation 34. Pair j is (x[j], x[j + d/2]) as in Hugging Face's
-    files; GGUF files pair neighbours, (x[2j], x[2j + 1]). Angles are computed in float64: in float32
+    files; GGUF files pair neighbors, (x[2j], x[2j + 1]). Angles are computed in float64: in float32
     an angle near 8,000 is off by up to 0.0005.
     """
 
     TABLE = 16_384  # positions whose cosines and sines are kept: 4 MB for heads of 64
 
-    def __init__(self, head_dim, theta):
-        self.frequencies = float(theta) ** -(np.arange(0, head_dim, 2) / head_dim)  # float64 (d/2,)
+    def __init__(self, head_dim, theta, scaling=None):
+        self.frequencies = rotary_frequencies(head_dim, theta, scaling)
         self._cos = self._sin = np.empty((0, head_dim // 2), np.float32)
 
     def __call__(self, x, positions):

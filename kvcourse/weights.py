@@ -135,8 +135,8 @@ def load(name):
     config = from_huggingface(described, label)
     if kind == "llama":
         _refuse_other_llamas(described, label)
-        return config, _without_spare_head(read_params(folder / WEIGHTS), config)
-    return config, _gpt2_params(folder / WEIGHTS)
+        return config, _without_spare_head(read_params(folder), config)
+    return config, _gpt2_params(folder)
 
 
 def _refuse_other_llamas(described, label):
@@ -146,7 +146,8 @@ def _refuse_other_llamas(described, label):
         rope = described.get(key) or {}
         if not isinstance(rope, dict):
             raise ValueError(f"{label}: {key} is {rope!r:.40}: it must hold an object of settings")
-        settings[f"rope_type of {key}"] = rope.get("rope_type", rope.get("type", "default")), "default"
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        settings[f"rope_type of {key}"] = "default" if kind == "llama3" else kind, "default"
         settings[f"partial_rotary_factor of {key}"] = rope.get("partial_rotary_factor", 1.0), 1.0
     for key, (found, wanted) in settings.items():
         if found != wanted:
@@ -194,27 +195,46 @@ def _folder_of(name, skip=()):
     return folder, folder.name
 
 
-def read_params(path, leave_out=()):
-    """{name: float32 array} of a model.safetensors; ggml's blocks (see gguf_convert) are decoded.
+def read_params(folder, leave_out=()):
+    """{name: float32 array} of a folder's weights, whether in one file or, as large models are, in several.
+
+    ggml's blocks (see gguf_convert) are decoded, 16-bit numbers widened.
 
     leave_out  endings of names that are not read
     """
+    params = {}
+    for path in _weight_files(folder):
+        params |= _read_file(path, tuple(leave_out))
+    return params
+
+
+def _weight_files(folder):
+    """model.safetensors, or the files that its index lists. Raises DamagedFile for a missing one."""
+    index = folder / f"{WEIGHTS}.index.json"
+    if (folder / WEIGHTS).is_file() or not index.is_file():
+        files = [folder / WEIGHTS]
+    else:
+        listed = _read_json(index)
+        parts = listed.get("weight_map") if isinstance(listed, dict) else None
+        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+            raise fetching.DamagedFile(f"{index} lists no files in weight_map: copy or download it again")
+        files = [folder / part for part in sorted(set(parts.values()))]
+    for path in files:
+        if not path.is_file():
+            raise fetching.DamagedFile(
+                f"{path} is missing: a model folder holds config.json and model.safetensors"
+            )
+    return files
+
+
+def _read_file(path, leave_out):
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
-        split = path.with_name(path.name + ".index.json").is_file()
-        way_out = (
-            "its weights lie in several files: save them as one, in transformers with "
-            "model.save_pretrained(folder, max_shard_size='100GB')"
-            if split
-            else "a model folder holds config.json and model.safetensors"
-        )
-        raise fetching.DamagedFile(f"{path} is missing: {way_out}")
     params = {}
     try:
         with safe_open(path, framework="np") as file:
             for stored in file.keys():
-                if stored.endswith(tuple(leave_out)):
+                if stored.endswith(leave_out):
                     continue
                 name, _, kind = stored.rpartition(".")
                 if kind in ggml_blocks.DECODERS:
@@ -226,15 +246,15 @@ def read_params(path, leave_out=()):
     return params
 
 
-def _gpt2_params(path):
+def _gpt2_params(folder):
     # The causal masks that old files carry are no weights, the code computes them.
-    stored = read_params(path, leave_out=(".attn.bias", ".attn.masked_bias"))
+    stored = read_params(folder, leave_out=(".attn.bias", ".attn.masked_bias"))
     # Hugging Face stores some GPT-2s with this prefix and some without.
     params = {name.removeprefix("transformer."): array for name, array in stored.items()}
     head = params.pop("lm_head.weight", None)
     if head is not None and not np.array_equal(head, params.get("wte.weight", head)):
         raise ValueError(
-            f"{path}: lm_head.weight differs from wte.weight: "
+            f"{folder / WEIGHTS}: lm_head.weight differs from wte.weight: "
             f"only GPT-2s that use one matrix for both load here"
         )
     return params
@@ -242,7 +262,12 @@ def _gpt2_params(path):
 
 def _read_float32(path, file, name):
     stored_as = file.get_slice(name).get_dtype()
-    if stored_as not in ("F16", "F32", "F64"):  # NumPy has no bfloat16 or float8, integers need their scales
+    if stored_as == "BF16":  # NumPy has none: PyTorch widens it
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as with_torch:
+            return with_torch.get_tensor(name).float().numpy()
+    if stored_as not in ("F16", "F32", "F64"):  # float8 and integers need their scales
         raise ValueError(
             f"{path}: {name} is stored as {stored_as}: save the weights as float32 first, "
             f"in transformers with model.float().save_pretrained(folder)"

@@ -26,7 +26,7 @@ class Llama(LanguageModel):
     def __init__(self, config, params):
         check_params(config, params)
         self.config = config
-        self.rotate = ops.Rotary(config.head_dim, config.rope_theta)
+        self.rotate = ops.Rotary(config.head_dim, config.rope_theta, config.rope_scaling)
         self._layers = [_joined(params, i) for i in range(config.num_layers)]
         self._embedding = params["model.embed_tokens.weight"]  # (vocab, d)
         self._norm = params["model.norm.weight"]

@@ -1,6 +1,7 @@
 """Llama folders that transformers wrote: the same logits and the same cache, or a refusal in one line."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,25 +109,28 @@ def test_a_config_as_transformers_4_wrote_it(folder):
     assert not np.allclose(kv.load_model(folder)(IDS), expected, atol=0.1)
 
 
-def test_float16_weights(tmp_path):
-    theirs().half().save_pretrained(tmp_path)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_weights(tmp_path, dtype):
+    """As the hub stores nearly every Llama. Read back by both sides as float32, bit for bit."""
+    theirs().to(dtype).save_pretrained(tmp_path)
     read = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ours = kv.load_model(tmp_path)
     assert {array.dtype for array in ours.params.values()} == {np.dtype(np.float32)}
+    expected = read.state_dict()
+    assert all(np.array_equal(array, expected[name].numpy()) for name, array in ours.params.items())
     np.testing.assert_allclose(ours(IDS), answer_of(read)[0], rtol=0, atol=TOLERANCE)
 
 
-def test_bfloat16_weights_are_refused_with_the_way_out(tmp_path):
-    theirs().to(torch.bfloat16).save_pretrained(tmp_path)
-    words = "is stored as BF16: save the weights as float32 first, in transformers with model.float()"
-    assert words in refusal(tmp_path)
-
-
-def test_weights_in_several_files_are_refused_with_the_way_out(tmp_path):
-    theirs().save_pretrained(tmp_path, max_shard_size="50KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    message = refusal(tmp_path, (ValueError, fetch.DamagedFile))
-    assert "model.safetensors" in message and "max_shard_size" in message
+def test_weights_in_several_files(tmp_path):
+    model = theirs()
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    parts = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(parts) > 1
+    np.testing.assert_allclose(kv.load_model(tmp_path)(IDS), answer_of(model)[0], rtol=0, atol=TOLERANCE)
+    parts[1].unlink()
+    assert f"{parts[1].name} is missing" in refusal(tmp_path, fetch.DamagedFile)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    assert "lists no files in weight_map" in refusal(tmp_path, fetch.DamagedFile)
 
 
 def test_a_second_copy_of_the_tied_matrix_is_left_out(folder):
@@ -148,6 +152,28 @@ ROPES = {
     "dynamic": dict(factor=2.0),
     "yarn": dict(factor=4.0, original_max_position_embeddings=32),
 }
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, **ROPES.pop("llama3")}
+
+
+@pytest.mark.parametrize("head_dim", [18, 16])
+def test_the_rotations_of_llama_3(tmp_path, head_dim):
+    """Pairs of all three kinds: kept, mixed and divided. Wavelengths 6 … 2π · 10,000^(7/8); 32 positions."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
+    config = transformers.LlamaConfig(**SHAPE, **heads, rope_parameters=LLAMA3)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    ours = kv.load_model(tmp_path)
+    ratios = ours.rotate.frequencies / kv.ops.rotary_frequencies(head_dim, 1e4)
+    assert (ratios == 1).any() and np.isclose(ratios, 1 / 8).any()
+    assert ((ratios > 0.13) & (ratios < 0.9)).any()
+    np.testing.assert_allclose(ours(IDS), answer_of(model)[0], rtol=0, atol=TOLERANCE)
+    plain = type(ours)(replace(ours.config, rope_scaling=None), ours.params)
+    assert not np.allclose(ours(IDS), plain(IDS), atol=0.01)
+    changed(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0})
+    assert "lacks low_freq_factor, high_freq_factor" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -8,7 +8,7 @@ import pytest
 
 import kvcourse as kv
 from kvcourse import config as configs
-from kvcourse import loading, paths
+from kvcourse import loading, ops, paths
 
 GPT2 = configs.lookup("gpt2")
 
@@ -118,3 +118,30 @@ def test_a_model_that_does_not_fit_in_memory_is_not_begun(monkeypatch):
     words = "llama-3.1-8b needs 64.2 GB while it is made, 16.0 GB of memory are free: take fewer layers"
     with pytest.raises(ValueError, match=words):
         kv.random_model("llama-3.1-8b")
+
+
+@pytest.mark.parametrize(
+    "numbers, words",
+    [
+        ((0, 1, 4, 8192), "factor is 0: it must be a number above 0"),
+        ((8, "1", 4, 8192), "low_freq_factor is '1'"),
+        ((8, 4, 1, 8192), "low_freq_factor 4 is not below high_freq_factor 1"),
+        ((8, 1, 4, 0.5), "original_max_seq_len is 0.5"),
+    ],
+)
+def test_impossible_rotations(numbers, words):
+    with pytest.raises(ValueError, match=words):
+        configs.RopeScaling(*numbers)
+
+
+def test_llama_31_turns_fast_pairs_as_before_and_slow_ones_an_eighth_as_fast():
+    """By hand: pair 0 turns 8,192 / 2π = 1,304 times within 8,192 tokens, far above 4: it stays. Pair 63
+    turns 1,304 · 500,000^(−126/128) = 0.003 times, below 1: divided by 8. Pair 35 turns
+    1,304 · 500,000^(−70/128) = 0.998 times, just below 1; pair 34 turns 1.225 times: mixed, with a weight
+    of (1.225 − 1) / 3 = 0.075 for the old one: 0.075 + 0.925 / 8 = 0.19.
+    """
+    config = configs.lookup("llama-3.1-8b")
+    scaled = ops.rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    ratios = scaled / ops.rotary_frequencies(config.head_dim, config.rope_theta)
+    assert ratios[0] == 1 and ratios[35] == ratios[63] == 1 / 8
+    assert ratios[34] == pytest.approx(0.19, abs=0.005)

@@ -69,6 +69,10 @@ LLAMA_31_8B = dict(
     num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
     rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False, attention_bias=False,
     mlp_bias=False,
+    rope_scaling=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
 )  # fmt: skip
 QWEN25_3B = dict(
     model_type="qwen2", hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
