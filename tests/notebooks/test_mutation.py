@@ -68,7 +68,7 @@ def test_unchanged_it_passes(tmp_path):
     "file, old, new",
     [
         ("ops.py", "inner *= 0.044715", "inner *= 0.14715"),
-        ("ops.py", "q * (1.0 / math.sqrt(head_dim))", "q * (1.1 / math.sqrt(head_dim))"),
+        ("ops.py", "scale = 1.0 / math.sqrt(head_dim)", "scale = 1.1 / math.sqrt(head_dim)"),
     ],
     ids=["gelu", "attention scale"],
 )
