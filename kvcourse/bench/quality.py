@@ -82,7 +82,8 @@ BITS = (
 )  # fmt: skip
 NEEDLE_BITS = (
     ("float16", "float16", 0), ("fp8", "fp8", 0), ("q8_0", "q8_0", 0), ("q4_0", "q4_0", 0),
-    ("int4/token", "int4/token", 0), (K2, T2, 0), (K2, T2, 128), (T2, T2, 0),
+    ("int4/token", "int4/token", 0), ("int4/channel", "int4/token g32", 0),
+    (K2, T2, 0), (K2, T2, 128), (T2, T2, 0),
 )  # fmt: skip
 
 

@@ -218,7 +218,8 @@ def needle_table(rows):
         found, asked, mean = total(counts)
         perplexity = "–" if cost is None else f"{cost[0]:.1f}"
         row = f"{name:<40}" + "".join(f"{cell:>8}" for cell in cells) + f"{f'{found} of {asked}':>10}"
-        below = "" if name == "16 bits" else f"{lost:.2f} ± {uncertain:.2f}"
+        # Adding 0 takes the sign off a rounded −0.00.
+        below = "" if name == "16 bits" else f"{round(lost, 2) + 0:.2f} ± {uncertain:.2f}"
         lines.append(row + f"{mean:>7.2f}{below:>15}{perplexity:>12}")
     return "\n".join(lines)
 

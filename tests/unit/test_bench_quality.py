@@ -142,7 +142,7 @@ def test_heads_that_kept_the_first_token_are_counted(bench):
 
 def test_every_needle_is_on_record(bench, small):
     found = runs(bench, "needles")
-    assert len(found) == 10 and all(run["length"] == 300 for run in found.values())
+    assert len(found) == 11 and all(run["length"] == 300 for run in found.values())
     for name, run in found.items():
         assert name == f"{run['cache']} at 300"
         assert [(r["depth"], r["seed"]) for r in run["records"]] == [(0.5, 0), (0.5, 1)]
@@ -354,7 +354,7 @@ def test_lists_of_numbers_and_needles_take_one_line(kept, bench):
     lines = kept.read_text(encoding="utf-8").splitlines()
     log_probs = [line for line in lines if '"log_probs"' in line]
     assert all(line.endswith("]") and line.count(",") >= 48 for line in log_probs)
-    assert sum('"found"' in line for line in lines) == 20
+    assert sum('"found"' in line for line in lines) == 22
     assert all(line.count('"') == 8 for line in lines if '"found"' in line)
 
 
