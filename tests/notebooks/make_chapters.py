@@ -33,10 +33,11 @@ class NotebookFailed(Exception):
     """A cell raised or wrote to stderr; the message is one line."""
 
 
-def run(notebook, folder, timeout=300):
+def run(notebook, folder, timeout=300, environment=None):
     """Run every cell in a fresh `python3` kernel started in `folder`, with an empty reader's record.
 
-    `timeout` is in seconds a cell. Raises NotebookFailed when a cell raises, hangs or ends the kernel.
+    `timeout` is in seconds a cell; `environment` holds variables to set besides. Raises NotebookFailed
+    when a cell raises, hangs or ends the kernel.
     """
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -46,7 +47,7 @@ def run(notebook, folder, timeout=300):
     )
     with tempfile.TemporaryDirectory() as home:
         try:
-            client.execute(env=empty_record(home))
+            client.execute(env=empty_record(home) | (environment or {}))
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             # Counted as JupyterLab does, [1], [2], …
             raise NotebookFailed(f"code cell {client.code_cells_executed} {_what(error, timeout)}") from None
