@@ -70,13 +70,14 @@ def differences(notebook):
 @pytest.fixture(scope="module")
 def running():
     """{page: its doubled notebook, running}: two at a time, one thread each, for the pages take minutes."""
+    # All are made beforehand: ast.parse in two threads at once fails in Python 3.11 (SystemError).
+    notebooks = [(page.path, doubled(page)) for page in PAGES if not lacks_a_model(page)]
     with ThreadPoolExecutor(2) as pool:
-        yield {page.path: pool.submit(run, page) for page in PAGES if not lacks_a_model(page)}
+        yield {path: pool.submit(run, notebook, path.parent) for path, notebook in notebooks}
 
 
-def run(page):
-    notebook = doubled(page)
-    make_chapters.run(notebook, page.path.parent, environment={"OMP_NUM_THREADS": "1"})
+def run(notebook, folder):
+    make_chapters.run(notebook, folder, environment={"OMP_NUM_THREADS": "1"})
     return notebook
 
 
