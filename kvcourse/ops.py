@@ -81,7 +81,7 @@ def attention(q, k, v, start, scale=None):
     num_heads, T, head_dim = q.shape
     num_kv_heads = k.shape[0]
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    scaled = (q * scale).reshape(num_kv_heads, num_heads // num_kv_heads, T, head_dim)
+    scaled = (q * scale).reshape(num_kv_heads, -1, T, head_dim)
     keys = k.swapaxes(1, 2)[:, None]  # (num_kv_heads, 1, head_dim, start + T)
     values = v[:, None]
     if T == 1:  # decode: the newest token may see everything, so the mask has no work
