@@ -230,6 +230,15 @@ def total(counts):
     return found, asked, sum(part[1] * part[2] for part in counts.values()) / asked
 
 
+def _label_side(point, points):
+    """Right of a point, but for one at the edge, and one with another point where its label would stand."""
+    x, y = point
+    if x == MOST_MORE:
+        return "bottom left"
+    covered = any(0 < other - x < 2 and abs(height - y) < 8 for other, height in points)
+    return "bottom right" if covered else "middle right"
+
+
 def needles_figure(rows):
     """What a format costs in perplexity against the needles found; beyond MOST_MORE it stands at the edge."""
     figure = look.new_figure("perplexity, more than in 16 bits (%)", "needles found (%)")
@@ -250,7 +259,7 @@ def needles_figure(rows):
         showlegend=False,
         marker={"size": 12, "color": look.INK},
         text=["<br>".join(labels) for labels in places.values()],
-        textposition=["bottom left" if x == MOST_MORE else "middle right" for x, _ in places],
+        textposition=[_label_side(point, places) for point in places],
         hovertext=[", ".join(labels) for labels in places.values()],
         hovertemplate="%{hovertext}: %{y} % of the needles found<extra></extra>",
     )
