@@ -270,6 +270,13 @@ class KVCache(ABC):
         """The first n pending rows, kept, count from now on; the pass is over."""
         self._counts = (self.seq_len + n, 0)
 
+    def _rotated(self, q, k, rotate):
+        """Queries and keys of the open pass, turned by their positions where the model rotates."""
+        if rotate is None:
+            return q, k
+        positions = np.arange(self.seq_len, self.seq_len + self.pending)
+        return rotate(q, positions), rotate(k, positions)
+
     def _check_rows(self, layer, q, k, v):
         if not self.pending:
             raise RuntimeError("no pass is open: call begin(n) before attend()")
@@ -323,6 +330,3 @@ def read_only(rows):
     view = rows.view()
     view.flags.writeable = False
     return view
-
-
-_whole = whole_number  # until every cache is renamed

@@ -9,9 +9,7 @@ from kvcourse.caches.base import KVCache, read_only
 class _Contiguous(KVCache):
     def attend(self, layer, q, k, v, rotate=None):
         self._check_rows(layer, q, k, v)
-        if rotate is not None:
-            positions = np.arange(self.seq_len, self.seq_len + self.pending)
-            q, k = rotate(q, positions), rotate(k, positions)
+        q, k = self._rotated(q, k, rotate)
         keys, values = self._store(layer, k, v)  # first write, then read all rows back
         return ops.attention(q, keys, values, start=self.seq_len)
 
@@ -131,6 +129,3 @@ class ConcatenatingCache(_Contiguous):
         if n:
             self._rows = [self._grown[layer] for layer in range(self.config.num_layers)]
         self._grown = {}
-
-
-_read_only = read_only  # until every cache is renamed

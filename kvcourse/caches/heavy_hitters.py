@@ -61,9 +61,7 @@ class HeavyHitterCache(KVCache):
 
     def attend(self, layer, q, k, v, rotate=None):
         self._check_rows(layer, q, k, v)
-        if rotate is not None:
-            positions = np.arange(self.seq_len, self.seq_len + self.pending)
-            q, k = rotate(q, positions), rotate(k, positions)
+        q, k = self._rotated(q, k, rotate)
         keys, values = self._store(layer, k, v)
         heads, _, head_dim = keys.shape
         grouped = (q * head_dim**-0.5).reshape(heads, -1, self.pending, head_dim)

@@ -71,9 +71,7 @@ class QuantizedCache(KVCache):
 
     def attend(self, layer, q, k, v, rotate=None):
         self._check_rows(layer, q, k, v)
-        if rotate is not None:
-            positions = np.arange(self.seq_len, self.seq_len + self.pending)
-            q, k = rotate(q, positions), rotate(k, positions)
+        q, k = self._rotated(q, k, rotate)
         keys, values = self._store(layer, k, v)
         return ops.attention(q, keys, values, start=self.seq_len)
 
