@@ -178,7 +178,7 @@ class BlockManager:
         return child
 
     def free(self, seq):
-        """The sequence is over. Blocks that nobody else holds can be taken; full ones stay findable until then."""
+        """The sequence is over. Blocks nobody else holds can be taken; full ones stay findable until then."""
         self._check_alive(seq)
         self._sequences.remove(seq)
         self._release_all(seq.block_table)
@@ -230,7 +230,7 @@ class BlockManager:
         return [block.id for block in self._queue]
 
     def check_invariants(self):
-        """Raise AssertionError unless blocks, tables, names and the queue agree. For tests; reads everything."""
+        """Raise AssertionError unless blocks, tables, names and queue agree. For tests; reads everything."""
         held = {}
         for seq in self._sequences:
             assert len(set(seq.block_table)) == len(seq.block_table), "a block stands twice in one table"
@@ -339,8 +339,8 @@ class BlockManager:
     def _check_free(self, needed, free):
         if needed > free:
             raise OutOfBlocks(
-                f"{needed:,} blocks of {self.block_size} tokens needed, {free:,} of {self.num_blocks:,} are free: "
-                f"free() a sequence, or make the pool larger (num_blocks)"
+                f"{needed:,} blocks of {self.block_size} tokens needed, {free:,} of {self.num_blocks:,} "
+                f"are free: free() a sequence, or make the pool larger (num_blocks)"
             )
 
     def _check_alive(self, seq):

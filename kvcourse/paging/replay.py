@@ -1,4 +1,4 @@
-"""Replay a trace of block ids through a prefix cache of limited size and count the hits, under three policies."""
+"""Replay a trace of block ids through a prefix cache of limited size and count the hits: three policies."""
 
 import heapq
 from collections import OrderedDict
@@ -40,8 +40,7 @@ def replay(trace, capacity_blocks, policy="lru"):
     policy  "lru"     evict the block used longest ago
             "lfu"     evict the block used least often since it came in; of several, the one used longest ago
             "length"  evict the block that stands farthest back in its request; of several, the one used
-                      longest ago (Mooncake's LengthAwareCache in spirit: Qin et al. 2025, section on
-                      cache hits, "prioritizes evicting cache blocks occurring later in requests")
+                      longest ago (after the LengthAwareCache of Qin et al. 2024, "Mooncake")
 
     Each request's leading run of present ids counts as hits; then all its ids become the newest, from
     the last to the first, so that the first ends newest; then blocks are evicted down to the capacity.
