@@ -1,0 +1,268 @@
+"""Chapter 19, eviction and cost: a workload of conversations, a public trace's counts, bills, and the figures.
+
+Nothing here runs a model or looks at a clock.
+"""
+
+import math
+import random
+from dataclasses import replace
+from itertools import accumulate, count
+
+import plotly.graph_objects as go
+
+from kvcourse.figures import template as look
+from kvcourse.sizing import prices
+
+POLICIES = {"lru": "LRU", "lfu": "LFU", "length": "length-aware"}
+FORESIGHT = "foresight"
+
+# Hits of `paging.replay` on Mooncake's conversation trace, by capacity in blocks; a test counts them again
+# where the trace is at hand. Foresight is the page's function of that name.
+TRACE_SOURCE = "Mooncake conversation trace (Qin et al., FAST'25; Apache-2.0), one hour of a chat service"
+TRACE_REQUESTS, TRACE_ACCESSES = 12_031, 288_500
+TRACE_CAPACITIES = [1_000, 3_000, 10_000, 30_000, 50_000, 100_000, None]
+TRACE_HITS = {
+    "lru": [12_847, 18_850, 61_046, 93_978, 102_290, 104_924, 105_710],
+    "lfu": [13_871, 21_636, 38_004, 79_613, 99_205, 104_755, 105_710],
+    "length": [16_251, 19_101, 30_659, 56_216, 72_436, 94_626, 105_710],
+    FORESIGHT: [55_019, 84_953, 105_710, 105_710, 105_710, 105_710, 105_710],
+}
+# The same hits at 10,000 blocks for each quarter of the requests, and the blocks that those ask for.
+TRACE_QUARTERS = {
+    "lru": [16_870, 15_032, 13_353, 15_791],
+    "lfu": [16_016, 9_621, 6_939, 5_428],
+    "length": [11_984, 7_336, 5_997, 5_342],
+}
+TRACE_QUARTER_ACCESSES = [80_954, 72_045, 66_328, 69_173]
+TRACE_FIRST_BLOCK = 12_030  # hits on the block that all requests begin with
+
+RULES = {rules.name: rules for rules in (prices.OPENAI, prices.ANTHROPIC_5_MINUTES, prices.ANTHROPIC_1_HOUR)}
+GAPS = {
+    "10 s": 10, "1 min": 60, "4 min": 240, "6 min": 360, "20 min": 1200, "50 min": 3000, "2 h": 7200,
+}  # fmt: skip
+
+READ_COLOR = f"rgba(0, 114, 178, {look.CACHED_OPACITY})"  # a key that is there already
+
+
+# --- eviction -------------------------------------------------------------------------------
+
+
+def conversations(number, seed=0):
+    """Requests of so many conversations in order of arrival, each a list of block ids from the front.
+
+    All begin with the same 4 blocks. A conversation starts every 5 s on average; each of its requests
+    adds 1 to 8 new blocks to all before; it goes on with probability 0.6, after 60 s on average.
+    """
+    draw, fresh = random.Random(seed), count(4)
+    requests, start = [], 0.0
+    for _ in range(number):
+        start += draw.expovariate(1 / 5)
+        ids, at = [0, 1, 2, 3], start
+        while True:
+            ids = ids + [next(fresh) for _ in range(draw.randint(1, 8))]
+            requests.append((at, ids))
+            if draw.random() < 0.4:
+                break
+            at += draw.expovariate(1 / 60)
+    return [ids for _, ids in sorted(requests)]
+
+
+def policies_figure(capacities, rates, unlimited):
+    """Share of blocks found against capacity, one line a policy.
+
+    capacities  in blocks; rates  {policy: share at each}; unlimited  the share without a limit
+    """
+    figure = look.new_figure("capacity (blocks)", "blocks found (%)", log_x=True)
+    styles = {"lru": ("solid", "circle"), "lfu": ("dash", "square"), "length": ("dot", "diamond")}
+    for policy, shares in rates.items():
+        dash, symbol = styles.get(policy, ("longdashdot", "triangle-up"))
+        name = POLICIES.get(policy, policy)
+        line = look.here(capacities, [round(100 * share, 1) for share in shares], name=name, unit="%")
+        line.line.dash, line.marker.symbol = dash, symbol
+        if policy == FORESIGHT:
+            line.line.color = look.PUBLISHED
+        figure.add_trace(line)
+    figure.add_hline(y=round(100 * unlimited, 1), line={"color": look.INK, "width": 1, "dash": "dot"})
+    figure.add_annotation(
+        x=0, xref="paper", xanchor="left", y=round(100 * unlimited, 1), yanchor="bottom", showarrow=False,
+        text=f"without a limit {unlimited:.0%}", font={"size": look.TEXT_SIZE},
+    )  # fmt: skip
+    figure.update_yaxes(range=[0, max(100 * unlimited * 1.15, 10)])
+    return figure
+
+
+def policies_text(capacities, rates, unlimited):
+    """The sentence under it: the best policy without foresight at the smallest and at a middle capacity."""
+    pieces = []
+    for place in (0, len(capacities) // 2):
+        shares = {name: rates[policy][place] for policy, name in POLICIES.items()}
+        best = max(shares, key=shares.get)
+        others = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if name != best)
+        pieces.append(f"With {capacities[place]:,} blocks {best} finds {shares[best]:.1%}, {others}")
+    return f"{'. '.join(pieces)}. Without a limit {unlimited:.1%} would be found."
+
+
+def trace_rates():
+    """The trace's shares for `policies_figure`: capacities, {policy: shares}, share without a limit."""
+    rates = {policy: [hits / TRACE_ACCESSES for hits in found[:-1]] for policy, found in TRACE_HITS.items()}
+    return TRACE_CAPACITIES[:-1], rates, TRACE_HITS["lru"][-1] / TRACE_ACCESSES
+
+
+def trace_table():
+    """The trace's hits as text, a row for each capacity."""
+    names = [*POLICIES.values(), FORESIGHT]
+    lines = [f"{'blocks':>9}" + "".join(f"{name:>21}" for name in names)]
+    for place, capacity in enumerate(TRACE_CAPACITIES):
+        label = "no limit" if capacity is None else f"{capacity:,}"
+        found = (hits[place] for hits in TRACE_HITS.values())
+        lines.append(f"{label:>9}" + "".join(f"{n:>13,} {n / TRACE_ACCESSES:>7.1%}" for n in found))
+    return "\n".join(lines)
+
+
+# --- the pool -----------------------------------------------------------------------------
+
+
+def pool_figure(rows):
+    """One bar an event: blocks that live requests hold, kept ones, empty ones.
+
+    rows  (event, held, kept, empty)
+    """
+    figure = look.new_figure("blocks", "", height=90 + 45 * len(rows), grid=False)
+    names = [look.plain(row[0]) for row in rows]
+    for column, name, marker in (
+        (1, "held by live requests", {"color": look.KEY, "line": {"color": look.INK, "width": 1.5}}),
+        (2, "kept, can be taken", {"color": READ_COLOR}),
+        (3, "empty", {"color": "rgba(0,0,0,0)", "line": {"color": look.MASKED, "width": 1}}),
+    ):
+        values = [row[column] for row in rows]
+        figure.add_trace(
+            go.Bar(
+                x=values, y=names, orientation="h", name=name, marker=marker,
+                text=[str(value) if value else "" for value in values], textposition="inside",
+                insidetextanchor="middle", textangle=0,
+                textfont={"color": "#ffffff" if column == 1 else look.INK, "size": look.TEXT_SIZE},
+                hovertemplate="%{y}: %{x} blocks " + name + "<extra></extra>",
+            )
+        )  # fmt: skip
+    figure.update_layout(barmode="stack", legend={"traceorder": "normal"})
+    figure.update_xaxes(range=[0, sum(rows[0][1:4])])
+    return figure.update_yaxes(autorange="reversed", ticks="")
+
+
+def pool_text(rows):
+    """The sentence under it."""
+    return (
+        "Held, kept, empty: "
+        + "; ".join(f"{event}: {held}, {kept}, {empty}" for event, held, kept, empty in rows)
+        + "."
+    )
+
+
+# --- the bill ------------------------------------------------------------------------------
+
+
+def bills(turns, gap, prefix, question, answer, output, rules):
+    """A conversation's bill, turn by turn, with a vendor's rules and without any.
+
+    gap  a key of GAPS; rules  a key of RULES; output  price of an output token in uncached input tokens
+    """
+    chosen = replace(RULES[rules], output=float(output))
+    requests = prices.conversation(turns, prefix, question, answer, GAPS[gap])
+    used = prices.bill(requests, chosen)
+    plain = [prices.cost(usage, None, chosen.output) for usage in used]
+    totals = {}
+    for name, other in RULES.items():
+        other = replace(other, output=float(output))
+        totals[name] = sum(prices.cost(usage, other) for usage in prices.bill(requests, other))
+    return {
+        "turns": turns,
+        "gap": gap,
+        "rules": rules,
+        "read": [usage.read * chosen.read for usage in used],
+        "written": [usage.written * chosen.write for usage in used],
+        "plain": [usage.plain for usage in used],
+        "output": [usage.output * chosen.output for usage in used],
+        "with": list(accumulate(prices.cost(usage, chosen) for usage in used)),
+        "without": list(accumulate(plain)),
+        "totals": totals,
+        "tokens_read": sum(usage.read for usage in used),
+        "tokens_prompt": sum(usage.prompt for usage in used),
+        "minimum": chosen.minimum,
+    }
+
+
+def bills_figure(data):
+    """Left: what each turn costs, by kind of token. Right: the sum so far, with the rules and without."""
+    figure = look.new_figure("turn", "cost of the turn (uncached input tokens)")
+    turns = list(range(1, data["turns"] + 1))
+    for key, name, marker in (
+        ("output", "answer", {"color": look.ARITHMETIC}),
+        ("plain", "input, plain", {"color": look.KEY}),
+        (
+            "written",
+            "input, written",
+            {"color": look.KEY, "pattern": {"shape": look.HATCH, "fgcolor": look.PAPER, "solidity": 0.25}},
+        ),
+        ("read", "input, read from the cache", {"color": READ_COLOR}),
+    ):
+        figure.add_trace(
+            go.Bar(
+                x=turns, y=[round(value, 1) for value in data[key]], name=name, marker=marker,
+                hovertemplate="turn %{x}, " + name + ": %{y:,}<extra></extra>",
+            )
+        )  # fmt: skip
+    lines = (("without", "no caching", look.WRONG, "dash"), ("with", "with these rules", look.INK, "solid"))
+    for key, name, color, dash in lines:
+        line = look.here(turns, [round(value, 1) for value in data[key]], name=name, color=color)
+        line.line.dash = dash
+        figure.add_trace(line.update(xaxis="x2", yaxis="y2"))
+    figure.update_layout(
+        barmode="stack",
+        xaxis={"domain": [0, 0.44]},
+        xaxis2={**look.axis_like(figure, "xaxis"), "domain": [0.58, 1], "anchor": "y2"},
+        yaxis2={**look.axis_like(figure, "yaxis"), "anchor": "x2", "rangemode": "tozero"},
+        legend={"traceorder": "normal"},
+    )
+    figure.layout.xaxis2.title.text = "turn"
+    figure.layout.yaxis2.title.text = "sum so far (uncached input tokens)"
+    return figure
+
+
+def bills_text(data):
+    """The sentence under it: the sum, against no caching, and the cheapest of the three rules."""
+    paid, plain = data["with"][-1], data["without"][-1]
+    ratio = paid / plain
+    cheapest = min(data["totals"], key=data["totals"].get)
+    best = data["totals"][cheapest]
+    verdict = f"{1 - ratio:.0%} less" if ratio < 1 else f"{ratio - 1:.0%} more" if ratio > 1 else "as much"
+    text = (
+        f"{data['turns']} turns, one every {data['gap']}, {data['rules']}: {paid:,.0f}, {verdict} than the "
+        f"{plain:,.0f} without caching; {data['tokens_read']:,} of {data['tokens_prompt']:,} input tokens read. "
+    )
+    if best >= plain:
+        return text + "None of the three rules is cheaper than no caching."
+    return text + f"Cheapest of the three: {cheapest}, {best:,.0f}."
+
+
+# --- the order of a prompt's parts ------------------------------------------------------------
+
+
+def read_per_request(order, parts):
+    """Tokens of a prompt in this order that are the same as in the request before, on average.
+
+    parts  {name: (tokens, probability that it changes from one request to the next)}, independent
+    """
+    still, tokens = 1.0, 0.0
+    for name in order:
+        length, changes = parts[name]
+        still *= 1 - changes
+        tokens += still * length
+    return tokens
+
+
+def significant(number, digits=2):
+    """A number rounded to so many significant digits, for answers."""
+    if number == 0:
+        return 0
+    places = digits - 1 - math.floor(math.log10(abs(number)))
+    return round(number, places) if places > 0 else int(round(number, places))
