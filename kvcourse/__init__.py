@@ -38,8 +38,8 @@ _HOME = {  # public name -> module that defines it
 }
 _MODULES = {
     "bench", "caches", "chat", "checks", "config", "diagnosis", "evaluation", "fetch", "figures",
-    "ggml_blocks", "gguf_convert", "hub_config", "loading", "measure", "models", "needle", "ops",
-    "paging", "paths", "progress", "sizing", "smollm2", "streams", "tap", "tokenizer", "torch_models",
+    "ggml_blocks", "gguf_convert", "hub_config", "kernels", "loading", "measure", "models", "needle",
+    "ops", "paging", "paths", "progress", "sizing", "smollm2", "streams", "tap", "tokenizer", "torch_models",
     "weights", "widgets",
 }  # fmt: skip
 
