@@ -1,4 +1,4 @@
-"""SmolLM2 for every test that needs the real model: loaded once, or one line that says how to get it."""
+"""What some tests need and not every machine has: SmolLM2, loaded once, and Triton; or how to get it."""
 
 import os
 
@@ -32,6 +32,22 @@ def skip_without():
             _must_be_here()
 
     return check
+
+
+@pytest.fixture(scope="session")
+def kernel_device():
+    """Device on which the Triton kernel runs: "cpu" in its interpreter, else "cuda".
+
+    Skips without Triton; fails there when KVCOURSE_REQUIRE_TRITON is set.
+    """
+    if not kv.kernels.available():
+        line = "needs Triton: on Linux `make test` or `pip install -e '.[kernels]'` brings it"
+        if os.environ.get("KVCOURSE_REQUIRE_TRITON"):
+            pytest.fail(line, pytrace=False)
+        pytest.skip(line)
+    from kvcourse.kernels import triton_decode
+
+    return "cpu" if triton_decode.INTERPRETED else "cuda"
 
 
 def _must_be_here():

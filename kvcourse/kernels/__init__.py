@@ -59,7 +59,7 @@ def paged_attention_decode(
 
     inputs.check_arguments(q, k_cache, v_cache, block_tables, context_lens)
     inputs.check_for_triton(q, k_cache, v_cache, block_tables, context_lens, triton_decode.INTERPRETED)
-    inputs.check_num_splits(num_splits, triton_decode.MAX_SPLITS)
+    inputs.check_count("num_splits", 1 if num_splits is None else num_splits, triton_decode.MAX_SPLITS)
     inputs.check_step(step)
     if check_tables or (check_tables is None and q.device.type == "cpu"):
         inputs.check_tables(block_tables, context_lens, *k_cache.shape[:2])

@@ -81,14 +81,12 @@ def check_for_triton(q, k_cache, v_cache, block_tables, context_lens, interprete
         )
 
 
-def check_num_splits(num_splits, most=None):
-    """ValueError unless `num_splits` is None or a whole number from 1 to `most`."""
-    if num_splits is None:
-        return
-    whole = isinstance(num_splits, int) and not isinstance(num_splits, bool)
-    if not whole or num_splits < 1 or (most is not None and num_splits > most):
+def check_count(name, count, most=None):
+    """ValueError unless `count` is a whole number from 1 to `most`."""
+    whole = isinstance(count, int) and not isinstance(count, bool)
+    if not whole or count < 1 or (most is not None and count > most):
         limit = "at least 1" if most is None else f"from 1 to {most}"
-        raise ValueError(f"num_splits={num_splits!r}: give a whole number {limit}")
+        raise ValueError(f"{name}={count!r}: give a whole number {limit}")
 
 
 def check_step(step):

@@ -22,7 +22,8 @@ def paged_attention_numpy(
     block_tables, context_lens = np.asarray(block_tables), np.asarray(context_lens)
     inputs.check_arguments(q, k_cache, v_cache, block_tables, context_lens)
     inputs.check_tables(block_tables, context_lens, *k_cache.shape[:2])
-    inputs.check_num_splits(num_splits)
+    inputs.check_count("num_splits", num_splits)
+    inputs.check_count("step", 1 if step is None else step)
     scale = np.float32(inputs.checked_scale(scale, q.shape[-1]))
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = q.shape[1] // num_kv_heads
