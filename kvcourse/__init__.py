@@ -20,6 +20,8 @@ _HOME = {  # public name -> module that defines it
     "KVCache": "caches",
     "LatentCache": "caches",
     "ModelConfig": "config",
+    "PagedCache": "caches",
+    "PagedPool": "caches",
     "QuantizedCache": "caches",
     "SlidingCache": "caches",
     "Tap": "tap",

@@ -71,6 +71,11 @@ class Tap:
         self._open = {}
         return np.arange(n)
 
+    def note_ids(self, ids):
+        """Handed on to the cache, where there is one."""
+        if self._cache is not None:
+            self._cache.note_ids(ids)
+
     def attend(self, layer, q, k, v, rotate=None):
         """Attention of q over the rows it may see, (num_heads, n, head_dim); q, k, v are kept as copies.
 

@@ -99,6 +99,9 @@ class KVCache(ABC):
         self._counts = (self.seq_len, n)
         return np.arange(self.seq_len, self.seq_len + n)
 
+    def note_ids(self, ids):  # noqa: B027 - only a cache that shares rows needs names
+        """The model says which tokens the open pass computes, one id each, right after `begin`."""
+
     @abstractmethod
     def attend(self, layer, q, k, v, rotate=None):
         """Write the new rows of one layer, then attend to all rows up to each query.

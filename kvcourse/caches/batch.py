@@ -65,6 +65,11 @@ class BatchView:
         self._open = True
         return np.concatenate(positions)
 
+    def note_ids(self, ids):
+        """`note_ids` of each cache on its own tokens."""
+        for cache, low, high in zip(self.caches, self._bounds, self._bounds[1:], strict=False):
+            cache.note_ids(ids[low:high])
+
     def attend(self, layer, q, k, v, rotate=None):
         """`attend` of each cache on its own rows; the results end to end, (num_heads, n, head_dim)."""
         if q.shape[1] != self._bounds[-1]:

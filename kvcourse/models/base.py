@@ -39,6 +39,8 @@ class LanguageModel(ABC):
         try:
             positions = cache.begin(len(ids))
             self._check_positions(positions, cache)
+            if hasattr(cache, "note_ids"):  # a reader's own plain cache need not have it
+                cache.note_ids(ids)
             logits = self._forward(ids, positions, cache.attend, rows)
             cache.commit()
         except BaseException:  # an interrupted cell too must leave the cache as it was
