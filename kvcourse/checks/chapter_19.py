@@ -6,7 +6,7 @@ from kvcourse.checks import Run, exercise, short
 
 # {name: (tokens, probability of a change from one request to the next)}
 PROMPTS = (
-    {"question": (80, 1.0), "documents": (6000, 0.3), "system text": (1500, 0.0), "time": (20, 1.0),
+    {"question": (80, 1.0), "documents": (6000, 0.3), "system text": (3500, 0.0), "time": (20, 1.0),
      "tools": (2500, 0.01)},
     {"question": (60, 1.0), "profile": (300, 0.1), "documents": (8000, 0.15)},
     {"news": (9000, 0.9), "question": (90, 1.0), "rules": (1200, 0.02)},

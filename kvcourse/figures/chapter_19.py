@@ -1,4 +1,4 @@
-"""Chapter 19, eviction and cost: a workload of conversations, a public trace's counts, bills, and the figures.
+"""Chapter 19, eviction and cost: a workload of conversations, a trace's counts, bills, and the figures.
 
 Nothing here runs a model or looks at a clock.
 """
@@ -34,6 +34,8 @@ TRACE_QUARTERS = {
     "length": [11_984, 7_336, 5_997, 5_342],
 }
 TRACE_QUARTER_ACCESSES = [80_954, 72_045, 66_328, 69_173]
+# LRU without `reversed`: each request's last block ends newest.
+TRACE_HEAD_FIRST = {1_000: 12_831, 10_000: 60_921}
 TRACE_FIRST_BLOCK = 12_030  # hits on the block that all requests begin with
 
 RULES = {rules.name: rules for rules in (prices.OPENAI, prices.ANTHROPIC_5_MINUTES, prices.ANTHROPIC_1_HOUR)}
@@ -79,8 +81,6 @@ def policies_figure(capacities, rates, unlimited):
         name = POLICIES.get(policy, policy)
         line = look.here(capacities, [round(100 * share, 1) for share in shares], name=name, unit="%")
         line.line.dash, line.marker.symbol = dash, symbol
-        if policy == FORESIGHT:
-            line.line.color = look.PUBLISHED
         figure.add_trace(line)
     figure.add_hline(y=round(100 * unlimited, 1), line={"color": look.INK, "width": 1, "dash": "dot"})
     figure.add_annotation(
@@ -94,7 +94,7 @@ def policies_figure(capacities, rates, unlimited):
 def policies_text(capacities, rates, unlimited):
     """The sentence under it: the best policy without foresight at the smallest and at a middle capacity."""
     pieces = []
-    for place in (0, len(capacities) // 2):
+    for place in (0, (len(capacities) - 1) // 2):
         shares = {name: rates[policy][place] for policy, name in POLICIES.items()}
         best = max(shares, key=shares.get)
         others = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if name != best)
@@ -234,10 +234,13 @@ def bills_text(data):
     ratio = paid / plain
     cheapest = min(data["totals"], key=data["totals"].get)
     best = data["totals"][cheapest]
-    verdict = f"{1 - ratio:.0%} less" if ratio < 1 else f"{ratio - 1:.0%} more" if ratio > 1 else "as much"
+    verdict = f"{1 - ratio:.0%} less than" if ratio < 1 else f"{ratio - 1:.0%} more than"
+    verdict = "as much as" if abs(ratio - 1) < 0.005 else verdict
+    turns = "1 turn" if data["turns"] == 1 else f"{data['turns']} turns, one every {data['gap']}"
     text = (
-        f"{data['turns']} turns, one every {data['gap']}, {data['rules']}: {paid:,.0f}, {verdict} than the "
-        f"{plain:,.0f} without caching; {data['tokens_read']:,} of {data['tokens_prompt']:,} input tokens read. "
+        f"{turns}, {data['rules']}: {paid:,.0f}, {verdict} the "
+        f"{plain:,.0f} without caching; {data['tokens_read']:,} of {data['tokens_prompt']:,} input tokens "
+        f"are read. "
     )
     if best >= plain:
         return text + "None of the three rules is cheaper than no caching."

@@ -1,4 +1,4 @@
-"""What requests cost through a hosted API that keeps the beginnings of prompts. Arithmetic only, no price list.
+"""What requests cost through a hosted API that keeps the beginnings of prompts. Arithmetic, no price list.
 
 Every amount is in the price of one uncached input token, so that it holds for a model of any price. What a
 token of each kind costs in that unit are parameters of `Rules`; the ones given here are those that two
