@@ -12,7 +12,9 @@ BENCHES = {
     "numpy": "kvcourse.bench.numpy_gpt2",
     "torch": "kvcourse.bench.torch_gpt2",
     "heads": "kvcourse.bench.heads",
+    "kernel": "kvcourse.bench.kernel",
     "quality": "kvcourse.bench.quality",
+    "paging": "kvcourse.bench.paging",
 }
 
 

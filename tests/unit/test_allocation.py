@@ -233,7 +233,7 @@ def case(seed):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_arrivals_equal_the_step_by_step_model(policy):
     put_back = fragmented = 0
-    for seed in range(150):
+    for seed in range(120):
         arrivals, prompts, answers, slots, limits = case(seed)
         oracle = Slots(arrivals, prompts, answers, policy, slots, **limits)
         found = simulate_arrivals(
@@ -256,7 +256,7 @@ def test_arrivals_equal_the_step_by_step_model(policy):
         fragmented += int(found.fragmented.sum())
     # The cases reach what they are for.
     assert (put_back > 20) == (policy == "paged")
-    assert (fragmented > 20) == (policy in ("reserve_answer", "buddy"))
+    assert (fragmented > 10) == (policy in ("reserve_answer", "buddy"))
 
 
 def test_a_hand_of_three_requests():
