@@ -3,6 +3,7 @@
 #   PYTHON=python3.12 make lab    choose the interpreter that .venv is made with
 #   make lab TORCH=cpu            on Linux: PyTorch's CPU build, a tenth of the download
 #   make lab PORT=8889            another port
+#   make test WORKERS=4           four tests at a time; each worker takes a core and up to 2 GiB (0: no workers)
 #
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf ...) are honored.
 
@@ -11,6 +12,7 @@ TORCH ?= default
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PORT ?= 8888
 UV ?= uv
+WORKERS ?= 2
 
 ifeq ($(OS),Windows_NT)
 BIN = .venv/Scripts
@@ -47,13 +49,17 @@ install-test:
 	@$(INSTALL) --test
 
 # One line after the other, so that -j changes nothing and the cheapest failure comes first. Without a network the
-# tests that need the fetched model skip and say so.
+# tests that need the fetched model skip and say so. conftest.py says what the workers share out. One thread for each:
+# two workers whose matrix products use two threads on two cores wait for each other most of the time.
+PYTEST = $(BIN)/python -m pytest -q -rs -n $(WORKERS)
+test: export OMP_NUM_THREADS = 1
+test: export OPENBLAS_NUM_THREADS = 1
 test: install-test
 	$(BIN)/ruff check .
 	-$(BIN)/kvcourse weights fetch smollm2-135m
-	$(BIN)/python -m pytest -q -rs tests --ignore=tests/browser
-	$(BIN)/python -m pytest -q -rs --nbval chapters
-	$(BIN)/python -m pytest -q -rs tests/browser
+	$(PYTEST) tests --ignore=tests/browser
+	$(PYTEST) --nbval chapters
+	$(PYTEST) tests/browser
 
 lint: install-test
 	$(BIN)/ruff check .

@@ -31,7 +31,32 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("course")
 
 
-def pytest_collection_modifyitems(items):
+# Long tests that share nothing with their neighbors; every other file is one worker's, fixtures made once.
+SHARED_OUT = ("tests/notebooks/test_run_twice.py", "tests/browser/test_chapters.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `-n`: whole files to the workers, and whole notebooks, but the tests of SHARED_OUT one by one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class WholeFiles(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::", 1)[0]
+            return nodeid if file in SHARED_OUT else file
+
+    config.option.loadscopereorder = False  # keep the order below, not the one by number of tests
+    return WholeFiles(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    """With `-n`: long tests first, so that no worker ends alone. And cells that need SmolLM2 are skipped."""
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        items.sort(key=lambda item: item.nodeid.split("::", 1)[0] not in SHARED_OUT)
+    skip_without_smollm2(items)
+
+
+def skip_without_smollm2(items):
     """Cells of a page that needs SmolLM2 are skipped, visibly, where the model was not fetched.
 
     With KVCOURSE_REQUIRE_SMOLLM2 set they run and fail: nothing is skipped in silence.

@@ -1,7 +1,8 @@
 """A real JupyterLab on loopback and a headless Chromium that may talk to nothing else.
 
-One server and one browser serve the whole session; every notebook gets a page of its own and its kernel is
-shut down afterwards. The server works on copies, with its own settings, runtime and progress folders.
+One server and one browser serve the whole session, with `-n` that of each worker; every notebook gets a page
+of its own and its kernel is shut down afterwards. The server works on copies, with its own settings, runtime
+and progress folders.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_SECONDS = 60  # JupyterLab needs about 3 s here; a loaded class-room machine more
+START_ATTEMPTS = 3
+IN_USE = "is already in use"  # JupyterLab's words for a port that somebody else holds
 LOOPBACK = {"127.0.0.1", "localhost"}
 
 # Console errors that are not the course's. Keep it tiny; each with its reason.
@@ -105,20 +108,21 @@ def _environment(folder: Path, token: str) -> dict[str, str]:
     }
 
 
-def _wait_until_up(process: subprocess.Popen, url: str, token: str, log: Path) -> None:
+def _is_up(process: subprocess.Popen, url: str, token: str) -> bool:
+    """Wait until JupyterLab answers; False when it ended instead, or after START_SECONDS."""
     request = urllib.request.Request(f"{url}/api/status", headers={"Authorization": f"token {token}"})
     # No proxy: an http_proxy of the environment must not be asked for 127.0.0.1.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            break
+            return False
         try:
             with opener.open(request, timeout=2):
-                return
+                return True
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
-    pytest.fail(f"JupyterLab did not answer within {START_SECONDS} s:\n{log.read_text()[-3000:]}")
+    return False
 
 
 @pytest.fixture(scope="session")
@@ -134,8 +138,26 @@ def server(tmp_path_factory: pytest.TempPathFactory, browser):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(notebook, copy)
     _write_settings(folder / "settings")
+    # Between asking for a free port and taking it another worker's server may have taken it: JupyterLab then
+    # ends at once (port_retries=0), and another port is tried.
+    for attempt in range(1, START_ATTEMPTS + 1):
+        log = folder / f"server-{attempt}.log"
+        with log.open("w") as stream:
+            process, url, token = _start(folder, root, stream)
+            try:
+                if _is_up(process, url, token):
+                    yield Server(root, url, token)
+                    return
+            finally:
+                _stop(process)
+        if IN_USE not in log.read_text():
+            break
+    pytest.fail(f"JupyterLab did not answer within {START_SECONDS} s:\n{log.read_text()[-3000:]}")
+
+
+def _start(folder: Path, root: Path, stream) -> tuple[subprocess.Popen, str, str]:
+    """Start JupyterLab on a port that is free just now; returns the process, its address and its token."""
     port, token = _free_port(), secrets.token_hex(16)
-    url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--ServerApp.root_dir={root}"]
     command += ["--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
     # The page then has `window.jupyterapp`, through which the tests run commands and read the notebook's
@@ -143,21 +165,19 @@ def server(tmp_path_factory: pytest.TempPathFactory, browser):
     command += ["--LabApp.expose_app_in_browser=True"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command += ["--allow-root"]
-    log = folder / "server.log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=stream, env=_environment(folder, token), cwd=root
-        )
-        try:
-            _wait_until_up(process, url, token, log)
-            yield Server(root, url, token)
-        finally:
-            process.terminate()  # the server shuts its kernels down
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    process = subprocess.Popen(
+        command, stdout=stream, stderr=stream, env=_environment(folder, token), cwd=root
+    )
+    return process, f"http://127.0.0.1:{port}", token
+
+
+def _stop(process: subprocess.Popen) -> None:
+    process.terminate()  # the server shuts its kernels down
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="session")

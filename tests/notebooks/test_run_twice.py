@@ -7,7 +7,6 @@ fresh kernel, and its two outputs are compared.
 
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -16,8 +15,6 @@ import rules
 
 sys.path.insert(0, str(Path(__file__).parent))
 import make_chapters
-
-from kvcourse import weights
 
 # Timing is not what is tested here, so each call that a page times runs once.
 QUICK = """
@@ -67,28 +64,12 @@ def differences(notebook):
             yield f"{rules.first_line(first)!r} printed {printed(first)!r}, then {printed(again)!r}"
 
 
-@pytest.fixture(scope="module")
-def running():
-    """{page: its doubled notebook, running}: two at a time, one thread each, for the pages take minutes."""
-    # All are made beforehand: ast.parse in two threads at once fails in Python 3.11 (SystemError).
-    notebooks = [(page.path, doubled(page)) for page in PAGES if not lacks_a_model(page)]
-    with ThreadPoolExecutor(2) as pool:
-        yield {path: pool.submit(run, notebook, path.parent) for path, notebook in notebooks}
-
-
-def run(notebook, folder):
-    make_chapters.run(notebook, folder, environment={"OMP_NUM_THREADS": "1"})
-    return notebook
-
-
-def lacks_a_model(page):
-    return "smollm2-135m" in json.dumps(page.notebook) and not weights.available()["smollm2-135m"].folder
-
-
 @pytest.mark.parametrize("page", PAGES, ids=[page.path.stem for page in PAGES])
-def test_running_a_generating_cell_twice(page, skip_without, running):
+def test_running_a_generating_cell_twice(page, skip_without):
     skip_without(json.dumps(page.notebook))
-    assert not list(differences(running[page.path].result()))
+    notebook = doubled(page)
+    make_chapters.run(notebook, page.path.parent)
+    assert not list(differences(notebook))
 
 
 def test_a_cache_that_is_not_reset_is_seen(tmp_path):

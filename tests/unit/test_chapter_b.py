@@ -176,11 +176,11 @@ def test_panel_is_fast_at_every_extreme_and_refuses_nothing_to_choose():
     for choice in NUMBERS:
         for format in figures.FORMATS:
             for power in (-32, 0, 32):
-                start = time.perf_counter()
+                start = time.process_time()  # of this process alone: others may be busy
                 text = panel.set(choice=choice, power=power, format=format)
-                seconds.append(time.perf_counter() - start)
+                seconds.append(time.process_time() - start)
                 assert text.startswith(f"{format}, {choice}") and "does not work" not in text
-    assert sorted(seconds)[len(seconds) // 2] < 0.1  # the median: other work may hold up a few
+    assert sorted(seconds)[len(seconds) // 2] < 0.1  # the median: a collection of garbage may hold up a few
     with pytest.raises(ValueError, match="no numbers: give at least one"):
         widgets.bits_panel({})
 

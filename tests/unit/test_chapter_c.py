@@ -280,13 +280,13 @@ def test_every_setting_of_the_panel_is_fast_and_within_its_axis():
     for matrix in figures.matrices():
         for _, key in panel.controls["device"].options:
             for rows in (1, 32, 1024):
-                start = time.perf_counter()
+                start = time.process_time()  # of this process alone: others may be busy
                 text = panel.set(rows=rows, matrix=matrix, device=key)
-                seconds.append(time.perf_counter() - start)
+                seconds.append(time.process_time() - start)
                 assert "decides" in text and "does not work" not in text
                 low, high = panel.figure.layout.yaxis.range
                 assert 10**low <= panel.data["total"] * 1e6 <= 10**high
-    assert sorted(seconds)[len(seconds) // 2] < 0.1  # the median: other work may hold up a few
+    assert sorted(seconds)[len(seconds) // 2] < 0.1  # the median: a collection of garbage may hold up a few
     assert "cpu-laptop" not in {key for _, key in panel.controls["device"].options}
 
 

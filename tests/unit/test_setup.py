@@ -251,7 +251,7 @@ def make(*words, **environment):
     clean = {
         n: v
         for n, v in os.environ.items()
-        if n not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "TORCH")
+        if n not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "TORCH", "WORKERS")
     }
     return subprocess.run(
         ["make", *words], cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True
@@ -289,8 +289,8 @@ def test_make_with_a_space_in_the_path_of_the_interpreter(tmp_path):
 @needs_make
 def test_make_test_runs_the_cheapest_first_and_the_strict_command():
     steps = make("-n", "test").stdout
-    fetch, tests = "kvcourse weights fetch smollm2-135m", "pytest -q -rs tests --ignore"
-    order = ["install.py", "ruff check .", fetch, tests, "pytest -q -rs --nbval chapters"]
+    fetch, tests = "kvcourse weights fetch smollm2-135m", "pytest -q -rs -n 2 tests --ignore"
+    order = ["install.py", "ruff check .", fetch, tests, "pytest -q -rs -n 2 --nbval chapters"]
     places = [steps.index(step) for step in order]
     assert places == sorted(places) and steps.rindex("tests/browser") > places[-1]
 
