@@ -1,0 +1,305 @@
+"""Chapter 17, a kernel that follows the table: a pool with three texts, programs and loads, bytes, source.
+
+Nothing here runs a model or looks at a clock.
+"""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+
+from kvcourse import ops, sizing
+from kvcourse.figures import template as look
+from kvcourse.kernels import numpy_form
+
+TEXTS = "ABC"
+MOST_TOKENS = 128  # of a text in the panel
+BLOCK_SIZES = [8, 16, 32]
+ORDERS = ["shuffled", "in order"]
+POOL_COLUMNS = 8  # blocks in a row of the pool's map
+
+# Streaming multiprocessors of the devices in data/devices.json: NVIDIA's Hopper tuning guide (H100), the
+# datasheets' CUDA cores divided by the cores of a multiprocessor (64 in the A100, 128 in the others).
+MULTIPROCESSORS = {
+    "h100-sxm": 132,
+    "a100-80gb": 108,
+    "rtx-4090": 128,
+    "l4": 58,
+    "rtx-3060-laptop": 30,
+}
+
+PALE = f"rgba(0, 114, 178, {look.CACHED_OPACITY})"  # cached rows, read again
+# Gray on the bare page, so that it is seen in both themes.
+HATCHED = {"shape": look.HATCH, "fgcolor": look.MASKED, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.15}
+CELL = 0.94  # of a column: length of a whole cell
+AXIS = {"showgrid": False, "ticks": "", "linewidth": 1}
+
+
+# --- the pool --------------------------------------------------------------------------
+
+
+def num_blocks(length, block_size):
+    """Blocks that hold `length` tokens."""
+    return -(-length // block_size)
+
+
+def cells_of_pool(tables, lengths, block_size, total):
+    """For each of `total` blocks its (label, tokens held, hover): label "B1" is text B's second block."""
+    cells = [("", 0, f"block {block}: free") for block in range(total)]
+    for name, table, length in zip(TEXTS, tables, lengths, strict=False):
+        for place in range(num_blocks(length, block_size)):
+            first, held = place * block_size, min(block_size, length - place * block_size)
+            words = f"tokens {first} … {first + held - 1} of text {name}"
+            cells[table[place]] = (f"{name}{place}", held, f"block {table[place]}: {words}")
+    return cells
+
+
+def pool_figure(tables, lengths, block_size, total):
+    """The pool as rows of eight blocks, memory addresses from left to right."""
+    rows = num_blocks(total, POOL_COLUMNS)
+    figure = look.new_figure("", "", height=110 + 36 * rows, grid=False)
+    _draw_pool(figure, cells_of_pool(tables, lengths, block_size, total), block_size)
+    return figure
+
+
+def pool_text(tables, lengths, block_size, total):
+    """The sentence under it."""
+    counts = [num_blocks(length, block_size) for length in lengths]
+    unused = sum(counts) * block_size - sum(lengths)
+    return (
+        f"{_listed(lengths)} tokens lie in {_listed(counts)} blocks of {block_size}, {unused} slots in them "
+        f"hold no token, and {total - sum(counts)} of the {total} blocks are free."
+    )
+
+
+def _draw_pool(figure, cells, block_size, **axes):
+    held, rest = [], []
+    for block, (label, tokens, hover) in enumerate(cells):
+        x, y = block % POOL_COLUMNS, block // POOL_COLUMNS
+        if tokens:
+            held.append((x, y, 0, tokens / block_size, label, hover))
+        if tokens < block_size:
+            rest.append((x, y, tokens / block_size, 1, "", f"{hover}; {block_size - tokens} slots unused"))
+    figure.add_trace(_bars(held, "rows of tokens", {"color": PALE}, **axes))
+    figure.add_trace(_bars(rest, "slots without a token", {"color": look.MASKED, "pattern": HATCHED}, **axes))
+    rows = num_blocks(len(cells), POOL_COLUMNS)
+    number = axes.get("xaxis", "x")[1:]
+    figure.layout["xaxis" + number].update(
+        **AXIS, range=[-0.6, POOL_COLUMNS - 0.4], dtick=1, title_text="block, counted from its row's first"
+    )
+    figure.layout["yaxis" + number].update(
+        **AXIS,
+        range=[rows - 0.4, -0.6],
+        tickvals=list(range(rows)),
+        ticktext=[f"{row * POOL_COLUMNS} …" for row in range(rows)],
+        title_text="pool",
+    )
+    figure.update_layout(barmode="overlay")
+
+
+def _bars(parts, name, marker, **more):
+    """Parts (column, row, from, to, label, hover) of cells: from 0 to 1 is the whole cell."""
+    return go.Bar(
+        x=[round(CELL * (stop - start), 4) for _, _, start, stop, _, _ in parts],
+        base=[round(x - CELL / 2 + CELL * start, 4) for x, _, start, _, _, _ in parts],
+        y=[y for _, y, *_ in parts],
+        text=[label for *_, label, _ in parts],
+        hovertext=[hover for *_, hover in parts],
+        name=name,
+        marker=marker,
+        width=0.88,
+        orientation="h",
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        constraintext="none",  # a label may reach over the end of a short cell
+        cliponaxis=False,
+        textfont={"color": look.INK, "size": look.TEXT_SIZE},
+        hovertemplate="%{hovertext}<extra></extra>",
+        **more,
+    )
+
+
+def _listed(numbers):
+    words = [f"{n:,}" for n in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+# --- bytes of K and V ------------------------------------------------------------------
+
+
+def floor_bytes(lengths, num_kv_heads, head_dim, bytes_per_number=4):
+    """K and V of all tokens, once."""
+    return 2 * sum(lengths) * num_kv_heads * head_dim * bytes_per_number
+
+
+def gather_bytes(lengths, block_size, num_kv_heads, head_dim, bytes_per_number=4):
+    """Whole blocks read, whole blocks written, and the rows of the tokens read by attention."""
+    copied = [num_blocks(length, block_size) * block_size for length in lengths]
+    both = [2 * n + length for n, length in zip(copied, lengths, strict=True)]
+    return floor_bytes(both, num_kv_heads, head_dim, bytes_per_number)
+
+
+def partial_bytes(batch, num_heads, head_dim, splits):
+    """Results of the splits, float32: an answer and a log-sum-exp each, written and read once more."""
+    return 0 if splits == 1 else 2 * batch * num_heads * splits * (head_dim + 1) * 4
+
+
+def splits_needed(batch, num_kv_heads, multiprocessors):
+    """Smallest number of splits with which each multiprocessor gets a program, if all have work."""
+    return -(-multiprocessors // (batch * num_kv_heads))
+
+
+def splits_table(batches, num_kv_heads):
+    """Splits that fill each device, one column for each batch."""
+    lines = [f"{'':<32}{'multi-':>10}{'splits that give each a program, batch':>48}"]
+    lines.append(f"{'':<32}{'processors':>10}" + "".join(f"{batch:>12}" for batch in batches))
+    for key, count in MULTIPROCESSORS.items():
+        name = sizing.device(key).name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+        needed = "".join(f"{splits_needed(batch, num_kv_heads, count):>12}" for batch in batches)
+        lines.append(f"{name:<32}{count:>10}{needed}")
+    return "\n".join(lines)
+
+
+# --- the main panel --------------------------------------------------------------------
+
+
+def make_tables(lengths, block_size, order):
+    """A table (3, most blocks), padded with −1, and the pool's number of blocks; its last one is free."""
+    most = MOST_TOKENS // block_size
+    total = len(lengths) * most + 1
+    ids = np.arange(total - 1)
+    if order == "shuffled":
+        ids = np.random.default_rng(17).permutation(ids)
+    tables, taken = np.full((len(lengths), most), -1, np.int32), 0
+    for row, length in enumerate(lengths):
+        count = num_blocks(length, block_size)
+        tables[row, :count], taken = ids[taken : taken + count], taken + count
+    return tables, total
+
+
+def pools(rows, tables, lengths, block_size, total):
+    """K and V (total, block_size, KV heads, head_dim) with the rows in their slots and NaN elsewhere.
+
+    rows  for each text (K, V), each (KV heads, MOST_TOKENS or more, head_dim)
+    """
+    num_kv_heads, _, head_dim = rows[0][0].shape
+    both = np.full((2, total, block_size, num_kv_heads, head_dim), np.nan, np.float32)
+    for side, pool in enumerate(both):
+        for text, table, length in zip(rows, tables, lengths, strict=True):
+            position = np.arange(length)
+            pool[table[position // block_size], position % block_size] = text[side][:, :length].swapaxes(0, 1)
+    return both
+
+
+def loads(splits, a, b, c, block_size, order, q, rows):
+    """Attention of three texts over their blocks, program after program, and what it loads.
+
+    a, b, c  tokens of the texts; q (3, heads, head_dim); rows as in `pools`
+    `programs` has (text, split, [block ids in the order of loading]) of KV head 0; the others load the same.
+    """
+    lengths = [a, b, c]
+    tables, total = make_tables(lengths, block_size, order)
+    k, v = pools(rows, tables, lengths, block_size, total)
+    seen = []
+    out = numpy_form.paged_attention_numpy(q, k, v, tables, lengths, num_splits=splits, trace=seen)
+    whole = [
+        ops.attention(query[:, None], keys[:, :n], values[:, :n], start=n - 1)[:, 0]
+        for query, (keys, values), n in zip(q, rows, lengths, strict=True)
+    ]
+    num_kv_heads, head_dim = k.shape[2:]
+    floor = floor_bytes(lengths, num_kv_heads, head_dim)
+    return {
+        "splits": splits,
+        "lengths": lengths,
+        "block_size": block_size,
+        "tables": tables.tolist(),
+        "total": total,
+        "num_kv_heads": num_kv_heads,
+        "programs": [(text, split, blocks) for text, head, split, blocks in seen if head == 0],
+        "with_work": sum(bool(blocks) for *_, blocks in seen),
+        "floor": floor,
+        "kernel": floor + partial_bytes(len(lengths), q.shape[1], head_dim, splits),
+        "gather": gather_bytes(lengths, block_size, num_kv_heads, head_dim),
+        "same": bool(np.abs(out - np.stack(whole)).max() < 1e-4),  # NaN would compare as False
+    }
+
+
+def loads_figure(data):
+    """Left: a row for each program with work, its blocks in the order of loading. Right: the pool."""
+    figure = look.new_figure("blocks, in the order of loading", "text and split", height=420, grid=False)
+    size, working = data["block_size"], [program for program in data["programs"] if program[2]]
+    whole, rest = [], []
+    for row, (text, split, blocks) in enumerate(working):
+        table, length = data["tables"][text], data["lengths"][text]
+        for step, block in enumerate(blocks):
+            held = min(size, length - table.index(block) * size)
+            hover = f"text {TEXTS[text]}, split {split}, load {step + 1}: block {block}, {held} of {size} slots"
+            whole.append((step, row, 0, held / size, str(block), hover))
+            if held < size:
+                rest.append((step, row, held / size, 1, "", f"{hover}; the others are masked"))
+    figure.add_trace(_bars(whole, "loaded", {"color": PALE}, showlegend=False))
+    masked = {"color": look.MASKED, "pattern": HATCHED}
+    figure.add_trace(_bars(rest, "masked", masked, showlegend=False))
+    figure.update_layout(
+        xaxis={"domain": [0, 0.58]},
+        yaxis={},
+        xaxis2={**look.axis_like(figure, "xaxis"), "domain": [0.68, 1], "anchor": "y2"},
+        yaxis2={**look.axis_like(figure, "yaxis"), "anchor": "x2"},
+    )
+    cells = cells_of_pool(data["tables"], data["lengths"], size, data["total"])
+    _draw_pool(figure, cells, size, xaxis="x2", yaxis="y2")
+    columns = MOST_TOKENS // size
+    figure.layout.xaxis.update(
+        **AXIS,
+        range=[-0.6, columns - 0.4],
+        tickvals=list(range(columns)),
+        ticktext=[str(step + 1) for step in range(columns)],
+    )
+    figure.layout.yaxis.update(
+        **AXIS,
+        range=[len(working) - 0.4, -0.6],
+        tickvals=list(range(len(working))),
+        ticktext=[f"{TEXTS[text]} · {split}" for text, split, _ in working],
+    )
+    return figure
+
+
+def loads_text(data):
+    """The sentence under the panel."""
+    launched = len(data["programs"]) * data["num_kv_heads"]
+    longest = max(len(blocks) for *_, blocks in data["programs"])
+    floor, kernel, gather = (data[key] for key in ("floor", "kernel", "gather"))
+    answers = "equal" if data["same"] else "differ from"
+    return (
+        f"{launched} programs, {data['num_kv_heads']} KV heads for each text and split: {data['with_work']} "
+        f"have work, and the longest loads {longest} block{'s' * (longest > 1)} one after the other. K and V "
+        f"once are {floor / 1000:,.1f} kB; with this kernel {kernel / floor:.2f} times that is moved, with a "
+        f"gather {gather / floor:.2f} times. The answers {answers} attention over contiguous rows."
+    )
+
+
+# --- the kernel's text -----------------------------------------------------------------
+
+
+def kernel_source(name):
+    """Source of a kernel of kvcourse/kernels/triton_decode.py: read as text, Triton need not be there."""
+    folder = Path(find_spec("kvcourse.kernels").origin).parent
+    text = (folder / "triton_decode.py").read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            first = min(decorator.lineno for decorator in node.decorator_list)
+            return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    raise ValueError(f"triton_decode.py has no kernel {name!r}: it has _attend and _merge")
+
+
+def kernel_loop(name="_attend"):
+    """The lines of that kernel from its loop over the context to the loop's end."""
+    lines = kernel_source(name).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("    for "))
+    last = next(i for i in range(first + 1, len(lines)) if lines[i] and not lines[i].startswith("     "))
+    return "\n".join(lines[first:last]).rstrip()
