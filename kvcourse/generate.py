@@ -64,10 +64,7 @@ def generate(
     """
     ids = check_ids(ids, model.config).tolist()
     whole_number(max_new_tokens, "max_new_tokens", least=0)
-    if stop is not None and (
-        not isinstance(stop, int | np.integer) or not 0 <= stop < model.config.vocab_size
-    ):
-        raise ValueError(f"stop is {stop!r}: give a token id, 0 … {model.config.vocab_size - 1:,}")
+    check_stop(stop, model.config)
     for name, function in (("sampler", sampler), ("on_token", on_token or greedy)):
         if not callable(function):
             raise TypeError(f"{name} is {function!r}: give a function, such as kv.greedy for the sampler")
@@ -81,7 +78,7 @@ def generate(
     step = _cached_step(model, cache) if use_cache else _uncached_step(model)
     new, given = [], ids
     for _ in range(max_new_tokens):
-        token = _token(sampler(step(given)), model.config)
+        token = check_token(sampler(step(given)), model.config)
         if stop is not None and token == stop:
             break
         new.append(token)
@@ -108,7 +105,13 @@ def _check_room(model, prompt, new, cache):
         )
 
 
-def _token(chosen, config):
+def check_stop(stop, config):
+    """Raise ValueError unless `stop` is None or an id of the vocabulary."""
+    if stop is not None and (not isinstance(stop, int | np.integer) or not 0 <= stop < config.vocab_size):
+        raise ValueError(f"stop is {stop!r}: give a token id, 0 … {config.vocab_size - 1:,}")
+
+
+def check_token(chosen, config):
     """What a sampler returned as an int; ValueError unless it is an id of the vocabulary."""
     if isinstance(chosen, int | np.integer) and 0 <= chosen < config.vocab_size:
         return int(chosen)

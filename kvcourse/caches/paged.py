@@ -13,7 +13,7 @@ from kvcourse.ops import QUERY_CHUNK
 from kvcourse.paging import BlockManager
 from kvcourse.paging.prefix import checked_ids, count
 
-TILE = 256  # tokens gathered at once, in whole blocks: few calls, and both tiles fit in a core's own cache
+TILE = 128  # tokens gathered at once, in whole blocks: few calls, and the tile stays in a core's own cache
 
 
 class PagedPool:
@@ -148,7 +148,9 @@ class PagedCache(KVCache):
 
     def _held(self):
         if self._seq is None:
-            raise RuntimeError("this cache was freed, its blocks are others' now: pool.sequence() makes a new one")
+            raise RuntimeError(
+                "this cache was freed, its blocks are others' now: pool.sequence() makes a new one"
+            )
         return self._seq
 
     # --- one pass --------------------------------------------------------------------
@@ -173,7 +175,7 @@ class PagedCache(KVCache):
         return positions
 
     def note_ids(self, ids):
-        """Names the tokens of the open pass. Raises RuntimeError without one, ValueError for another number."""
+        """Names the open pass's tokens. Raises RuntimeError without one, ValueError for another number."""
         if not self.pending:
             raise RuntimeError("no pass is open: call begin(n) before note_ids()")
         if len(ids) != self.pending:
@@ -193,7 +195,7 @@ class PagedCache(KVCache):
         return out.reshape(heads, n, head_dim)
 
     def _attend_tiles(self, layer, queries, first):
-        """Attention of queries (KV heads, group, m, head_dim) at positions first … first + m − 1, tile by tile.
+        """Attention of queries (KV heads, group, m, head_dim) at positions first …, one tile after the other.
 
         The running softmax of Milakov and Gimelshein 2018, "Online normalizer calculation for softmax",
         algorithm 3: when a tile brings a larger score, what was summed so far shrinks by the same factor.
@@ -242,7 +244,7 @@ class PagedCache(KVCache):
     # --- going back, and sharing -------------------------------------------------------
 
     def truncate(self, seq_len):
-        """As in KVCache; blocks that hold none of the tokens left are given back, other sequences keep theirs."""
+        """As in KVCache; blocks that hold none of the tokens left are given back. Other sequences keep theirs."""
         self._held()
         super().truncate(seq_len)
         self._give_back(self.seq_len)
@@ -276,7 +278,9 @@ class PagedCache(KVCache):
         self._held()
         keys, _ = self._check_payload(payload)
         if token_ids is not None and len(token_ids) != keys.shape[2]:
-            raise ValueError(f"{len(token_ids)} token ids for {keys.shape[2]} loaded tokens: give one a token")
+            raise ValueError(
+                f"{len(token_ids)} token ids for {keys.shape[2]} loaded tokens: give one a token"
+            )
         try:
             self._ids = None if token_ids is None else checked_ids(token_ids)
             super().load(payload)
