@@ -67,15 +67,16 @@ lint: install-test
 chapters: install-test
 	$(BIN)/python tests/notebooks/make_chapters.py
 
-# PyTorch brings its own CUDA packages where it needs them, so the locks name none of them.
+# PyTorch brings its own CUDA packages where it needs them, so the locks name none of them. Triton is one of them,
+# and has no part in the CPU build: the tests, which need it, lock the version that PyTorch's CUDA build asks for.
 UV_COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header $(UPGRADE)
-NOT_LOCKED = ^(nvidia-|cuda-|triton)|sys_platform == 'emscripten'
+NOT_LOCKED = ^(nvidia-|cuda-)|sys_platform == 'emscripten'
 lock:
 	echo flit_core | $(UV_COMPILE) -o requirements.lock pyproject.toml - > /dev/null
 	(echo "# All that the course needs to run. Made by 'make lock' from pyproject.toml; do not edit."; \
-	  grep -v -E "$(NOT_LOCKED)|^#" requirements.lock) > requirements.lock.new
+	  grep -v -E "$(NOT_LOCKED)|^(#|triton)" requirements.lock) > requirements.lock.new
 	mv requirements.lock.new requirements.lock
-	echo flit_core | $(UV_COMPILE) --extra test -c requirements.lock -o requirements-test.lock pyproject.toml - > /dev/null
+	echo flit_core | $(UV_COMPILE) --extra test --extra kernels -c requirements.lock -o requirements-test.lock pyproject.toml - > /dev/null
 	(echo "# What the tests need on top. Made by 'make lock' from pyproject.toml; do not edit."; \
 	  echo "-r requirements.lock"; \
 	  grep -v -E "$(NOT_LOCKED)|^#|^-r" requirements-test.lock | grep -v -x -F -f requirements.lock) > requirements-test.lock.new

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -60,15 +61,26 @@ def test_every_test_dependency_is_locked_within_its_range(dependency):
 @pytest.mark.parametrize("lock", ["requirements.lock", "requirements-test.lock"])
 def test_a_lock_holds_exact_public_versions_and_no_cuda_package(lock):
     for name, pinned in pins(lock).items():
-        assert not re.match(r"nvidia-|cuda-|triton$", name), (
-            f"{name}: PyTorch's own business, differs by machine"
-        )
+        assert not re.match(r"nvidia-|cuda-", name), f"{name}: PyTorch's own business, differs by machine"
         for pin in pinned:
             (specifier,) = pin.specifier
             assert specifier.operator == "==" and "*" not in specifier.version
             assert Version(specifier.version).local is None, f"{pin} names one build"
         markers = [pin.marker for pin in pinned]
         assert len(pinned) == 1 or all(markers), f"{name} is pinned twice without a marker"
+
+
+def test_triton_is_the_tests_and_the_version_that_pytorch_asks_for():
+    """PyTorch's CUDA build asks for one exact version, its CPU build for none: the lock must suit both."""
+    (dependency,) = PROJECT["optional-dependencies"]["kernels"]
+    assert_pinned(dependency, TESTS)
+    assert "triton" not in RUNTIME
+    (pin,) = TESTS["triton"]
+    assert str(pin.marker) == str(Requirement(dependency).marker)
+    asked = [r for r in map(Requirement, metadata.requires("torch")) if r.name == "triton"]
+    if not asked:
+        pytest.skip("this build of PyTorch asks for no Triton: nothing to agree with")
+    assert asked[0].specifier == pin.specifier
 
 
 def test_the_test_lock_stands_on_the_other():
