@@ -16,6 +16,12 @@ except ImportError:  # comes with `make test`; the notebooks do not need it
 # The one model that is fetched and that tests use: where the reader has it, or None.
 SMOLLM2 = kv.weights.available()["smollm2-135m"].folder
 
+# Public traces, which the course does not hold: where the reader has them, or in a folder beside the clone.
+_named = [kv.paths.from_environment("KVCOURSE_TRACES")]
+_named += [folder and folder / "traces" for folder in (kv.paths.shared_dir(), kv.paths.user_dir())]
+_named += [kv.paths.repository_dir().parent / "shared" / "traces"]
+TRACES = next((folder for folder in _named if folder and folder.is_dir()), None)
+
 # Set before any kernel starts: kernels inherit the environment. A reader's own predictions
 # would show in the outputs, and a test must not write into their record.
 _home = tempfile.TemporaryDirectory(prefix="kvcourse-test-")
@@ -24,6 +30,9 @@ os.environ["KVCOURSE_PROGRESS"] = str(Path(_home.name) / "progress.json")
 os.environ.pop("KVCOURSE_SHARED", None)
 if SMOLLM2 is not None:
     os.environ["KVCOURSE_SHARED"] = str(SMOLLM2.parent)
+os.environ.pop("KVCOURSE_TRACES", None)
+if TRACES is not None:
+    os.environ["KVCOURSE_TRACES"] = str(TRACES)
 
 if hypothesis is not None:
     # The same examples in every run, and no deadline: these machines are shared and noisy.
