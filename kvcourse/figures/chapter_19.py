@@ -3,6 +3,7 @@
 Nothing here runs a model or looks at a clock.
 """
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -10,24 +11,25 @@ from itertools import accumulate, count
 
 import plotly.graph_objects as go
 
+from kvcourse import paths
 from kvcourse.figures import template as look
 from kvcourse.sizing import prices
 
 POLICIES = {"lru": "LRU", "lfu": "LFU", "length": "length-aware"}
 FORESIGHT = "foresight"
 
-# Hits of `paging.replay` on Mooncake's conversation trace, by capacity in blocks; a test counts them again
-# where the trace is at hand. Foresight is the page's function of that name.
-TRACE_SOURCE = "Mooncake conversation trace (Qin et al., FAST'25; Apache-2.0), one hour of a chat service"
-TRACE_REQUESTS, TRACE_ACCESSES = 12_031, 288_500
-TRACE_CAPACITIES = [1_000, 3_000, 10_000, 30_000, 50_000, 100_000, None]
-TRACE_HITS = {
-    "lru": [12_847, 18_850, 61_046, 93_978, 102_290, 104_924, 105_710],
-    "lfu": [13_871, 21_636, 38_004, 79_613, 99_205, 104_755, 105_710],
-    "length": [16_251, 19_101, 30_659, 56_216, 72_436, 94_626, 105_710],
-    FORESIGHT: [55_019, 84_953, 105_710, 105_710, 105_710, 105_710, 105_710],
+# What the recorded run of `kvcourse bench paging` does not count, on Mooncake's conversation trace (Qin et
+# al., FAST'25; Apache-2.0): 12,031 requests of one hour ask for 288,500 blocks. A test counts again where
+# the trace is at hand. Foresight is the page's function of that name.
+TRACE_FORESIGHT = {
+    1_000: 55_019,
+    3_000: 84_953,
+    10_000: 105_710,
+    30_000: 105_710,
+    50_000: 105_710,
+    None: 105_710,
 }
-# The same hits at 10,000 blocks for each quarter of the requests, and the blocks that those ask for.
+# Hits at 10,000 blocks in each quarter of the requests, and the blocks that those ask for.
 TRACE_QUARTERS = {
     "lru": [16_870, 15_032, 13_353, 15_791],
     "lfu": [16_016, 9_621, 6_939, 5_428],
@@ -44,6 +46,7 @@ GAPS = {
 }  # fmt: skip
 
 READ_COLOR = f"rgba(0, 114, 178, {look.CACHED_OPACITY})"  # a key that is there already
+WRITTEN = {"shape": look.HATCH, "fillmode": "overlay", "fgcolor": "#ffffff", "solidity": 0.2}
 
 
 # --- eviction -------------------------------------------------------------------------------
@@ -102,20 +105,42 @@ def policies_text(capacities, rates, unlimited):
     return f"{'. '.join(pieces)}. Without a limit {unlimited:.1%} would be found."
 
 
-def trace_rates():
-    """The trace's shares for `policies_figure`: capacities, {policy: shares}, share without a limit."""
-    rates = {policy: [hits / TRACE_ACCESSES for hits in found[:-1]] for policy, found in TRACE_HITS.items()}
-    return TRACE_CAPACITIES[:-1], rates, TRACE_HITS["lru"][-1] / TRACE_ACCESSES
+def recorded_hits(trace):
+    """Hits of a public trace from the recorded run: {policy: {capacity: hits}}; "accesses": blocks asked for.
+
+    trace  "mooncake-conversation", which comes with foresight, or "mooncake-synthetic"
+    """
+    path = min((paths.data_dir() / "measurements").glob("paging-*.json"))
+    run = json.loads(path.read_text(encoding="utf-8"))["results"]["replay"][trace]
+    hits = {policy: {row["capacity"]: row["hits"] for row in run["runs"][policy]} for policy in POLICIES}
+    if trace == "mooncake-conversation":
+        hits[FORESIGHT] = TRACE_FORESIGHT
+    return {**hits, "accesses": run["references"]}
 
 
-def trace_table():
-    """The trace's hits as text, a row for each capacity."""
-    names = [*POLICIES.values(), FORESIGHT]
+def _policies_of(hits):
+    return [policy for policy in (*POLICIES, FORESIGHT) if policy in hits]
+
+
+def trace_rates(hits):
+    """A trace's shares for `policies_figure`: capacities, {policy: shares}, share without a limit."""
+    capacities = sorted(capacity for capacity in hits["lru"] if capacity is not None)
+    rates = {
+        policy: [hits[policy][capacity] / hits["accesses"] for capacity in capacities]
+        for policy in _policies_of(hits)
+    }
+    return capacities, rates, hits["lru"][None] / hits["accesses"]
+
+
+def trace_table(hits, capacities=None):
+    """A trace's hits as text, a row for each capacity; None stands for no limit."""
+    policies = _policies_of(hits)
+    names = [POLICIES.get(policy, policy) for policy in policies]
     lines = [f"{'blocks':>9}" + "".join(f"{name:>21}" for name in names)]
-    for place, capacity in enumerate(TRACE_CAPACITIES):
+    for capacity in capacities or [*trace_rates(hits)[0], None]:
         label = "no limit" if capacity is None else f"{capacity:,}"
-        found = (hits[place] for hits in TRACE_HITS.values())
-        lines.append(f"{label:>9}" + "".join(f"{n:>13,} {n / TRACE_ACCESSES:>7.1%}" for n in found))
+        found = (hits[policy][capacity] for policy in policies)
+        lines.append(f"{label:>9}" + "".join(f"{n:>13,} {n / hits['accesses']:>7.1%}" for n in found))
     return "\n".join(lines)
 
 
@@ -201,7 +226,7 @@ def bills_figure(data):
         (
             "written",
             "input, written",
-            {"color": look.KEY, "pattern": {"shape": look.HATCH, "fgcolor": look.PAPER, "solidity": 0.25}},
+            {"color": look.KEY, "pattern": WRITTEN},
         ),
         ("read", "input, read from the cache", {"color": READ_COLOR}),
     ):

@@ -93,22 +93,17 @@ def test_the_traces_counts_again(page):
     if traces.find(TRACE) is None:
         pytest.skip(f"the trace {TRACE} is not on this machine (KVCOURSE_TRACES)")
     requests = [list(request.hash_ids) for request in traces.load(TRACE)]
-    assert len(requests) == figures.TRACE_REQUESTS
-    assert sum(map(len, requests)) == figures.TRACE_ACCESSES
     quarter = len(requests) // 4
-    cuts = [
-        slice(0, quarter),
-        slice(quarter, 2 * quarter),
-        slice(2 * quarter, 3 * quarter),
-        slice(3 * quarter, None),
-    ]
+    cuts = [slice(i * quarter, (i + 1) * quarter if i < 3 else None) for i in range(4)]
     assert [sum(map(len, requests[cut])) for cut in cuts] == figures.TRACE_QUARTER_ACCESSES
+    recorded = figures.recorded_hits(TRACE)
+    assert recorded["accesses"] == sum(map(len, requests))
     for policy in figures.POLICIES:
-        runs = [kv.paging.replay(requests, capacity, policy) for capacity in figures.TRACE_CAPACITIES]
-        assert [run.hits for run in runs] == figures.TRACE_HITS[policy]
-        by_request = runs[figures.TRACE_CAPACITIES.index(10_000)].by_request
-        assert [sum(by_request[cut]) for cut in cuts] == figures.TRACE_QUARTERS[policy]
-    assert all(ids[0] == requests[0][0] for ids in requests)
+        assert kv.paging.replay(requests, 1000, policy).hits == recorded[policy][1000]
+        run = kv.paging.replay(requests, 10_000, policy)
+        assert run.hits == recorded[policy][10_000] == sum(figures.TRACE_QUARTERS[policy])
+        assert [sum(run.by_request[cut]) for cut in cuts] == figures.TRACE_QUARTERS[policy]
+    assert len({ids[0] for ids in requests}) == 1
     assert figures.TRACE_FIRST_BLOCK == len(requests) - 1
     for capacity, hits in figures.TRACE_HEAD_FIRST.items():
         assert _head_first(requests, capacity) == hits
@@ -121,7 +116,7 @@ def test_foresight_on_the_trace(page):
         pytest.skip(f"the trace {TRACE} is not on this machine (KVCOURSE_TRACES)")
     requests = [list(request.hash_ids) for request in traces.load(TRACE)]
     # The page's function sorts all blocks at each request, so the smallest capacity only.
-    assert page["foresight"](requests, 1000) == figures.TRACE_HITS["foresight"][0]
+    assert page["foresight"](requests, 1000) == figures.TRACE_FORESIGHT[1000]
 
 
 def _counts(requests):
@@ -142,6 +137,13 @@ def _head_first(trace, capacity):
         while len(held) > capacity:
             held.popitem(last=False)
     return hits
+
+
+def test_golden_figures_of_the_record():
+    recorded = figures.recorded_hits(TRACE)
+    assert recorded["accesses"] == 288_500
+    assert [recorded["lru"][n] for n in (None, 10_000, 1_000)] == [105_710, 61_046, 12_847]
+    assert set(recorded["foresight"]) == set(recorded["lru"])
 
 
 # --- printed numbers -------------------------------------------------------------------------------
