@@ -362,7 +362,7 @@ def _arrival_steps(arrivals, n):
         raise ValueError(
             f"arrivals must be {n:,} numbers, one for each request: they are of shape {times.shape}"
         )
-    bad = ~np.isfinite(times) | (times < 0)
+    bad = ~((times >= 0) & (times < 2**53))
     bad[1:] |= times[1:] < times[:-1]
     if bad.any():
         i = int(np.argmax(bad))
@@ -691,14 +691,16 @@ class _Blocks:
         self.slots, self.block_size = slots, block_size
         self.blocks, self.leftover = divmod(slots, block_size)
         self.largest = slots - self.leftover
-        self._free = deque(range(self.blocks))
+        self._fresh, self._free = 0, deque()  # the first block never taken yet, and those given back
 
     @property
     def free(self):
-        return len(self._free)
+        return self.blocks - self._fresh + len(self._free)
 
     def take(self, n):
-        return [self._free.popleft() for _ in range(n)]
+        fresh = range(self._fresh, min(self._fresh + n, self.blocks))
+        self._fresh += len(fresh)
+        return [*fresh, *(self._free.popleft() for _ in range(n - len(fresh)))]
 
     def give(self, place):
         self._free.extend(reversed(place))

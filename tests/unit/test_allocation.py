@@ -319,6 +319,16 @@ def test_less_waste_is_more_requests_at_once():
     assert running["paged"] > 1.8 * running["reserve_answer"]  # at the end of life 99.1 / 51.1 = 1.9
 
 
+def test_blocks_are_taken_in_the_order_in_which_they_became_free():
+    """10 blocks of 4. Request 0 takes 0-2, leaves after step 1, last block first; 1 takes 3-9, then 2, 1."""
+    found = simulate_arrivals(
+        [0, 0], [11, 27], [1, 8], "paged", 40, block_size=4, keep_free=0, sample_every=1, maps=True
+    )
+    assert found.places(1)[0] == (12, [(0, 4), (4, 8), (8, 12)])
+    assert [start // 4 for start, _ in found.places(1)[1][1]] == [3, 4, 5, 6, 7, 8, 9]
+    assert [start // 4 for start, _ in found.places(8)[1][1]] == [3, 4, 5, 6, 7, 8, 9, 2, 1]
+
+
 def test_nobody_overtakes_and_the_time_of_a_lone_request():
     found = simulate_arrivals([5.5], [7], [4], "paged", 16, block_size=4)
     assert (found.admitted_at.tolist(), found.finished_at.tolist()) == ([6], [10])
@@ -380,6 +390,7 @@ def test_bad_allocations_are_refused_in_one_line(arguments, words):
         ({"arrivals": [0, -1]}, "arrival 1 is -1: give times in steps"),
         ({"arrivals": [3, 2]}, "arrival 1 is 2: give times in steps, from 0 on, in ascending order"),
         ({"arrivals": [0, float("nan")]}, "arrival 1 is nan"),
+        ({"arrivals": [0, 1e300]}, "arrival 1 is 1e+300"),
         ({"policy": "reserve_max"}, "request 0 takes 4,096 slots with reserve_max, at most 2,000 of"),
         ({"policy": "buddy"}, "request 0 takes 2,048 slots with buddy, at most 1,024 of the 2,000"),
         ({"memory_slots": 1000, "block_size": 999}, "request 1 takes 1,998 slots with paged, at most 999"),
