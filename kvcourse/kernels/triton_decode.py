@@ -37,9 +37,9 @@ MAX_SPLITS = 64  # one program merges them: 64 × head_dim numbers at a time
 @triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, out_ptr, lse_ptr, trace_ptr,
-    scale, max_blocks, num_heads,
+    scale, max_blocks, num_heads, num_splits,
     q_batch, q_head, cache_block, cache_slot, cache_head,
-    block_size: tl.constexpr, head_dim: tl.constexpr, group: tl.constexpr, num_splits: tl.constexpr,
+    block_size: tl.constexpr, head_dim: tl.constexpr, group: tl.constexpr,
     DIMS: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """One (sequence, KV head, split): out (batch, num_heads, num_splits, head_dim), lse without the last."""
@@ -106,8 +106,8 @@ def _attend(
 
 @triton.jit
 def _merge(
-    part_ptr, lse_ptr, out_ptr,
-    head_dim: tl.constexpr, num_splits: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, lse_ptr, out_ptr, num_splits,
+    head_dim: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One (sequence, query head): its splits' answers, each weighted with exp(its log-sum-exp)."""
     row = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
@@ -148,8 +148,8 @@ def launch(q, k_cache, v_cache, block_tables, context_lens, scale, num_splits, s
     dims = max(MIN_DOT, triton.next_power_of_2(head_dim))
     _attend[batch, num_kv_heads, num_splits](
         q, k_cache, v_cache, block_tables, context_lens, part, lse, part if trace is None else trace,
-        scale, max_blocks, num_heads, *q.stride()[:2], *k_cache.stride()[:3],
-        block_size=block_size, head_dim=head_dim, group=num_heads // num_kv_heads, num_splits=num_splits,
+        scale, max_blocks, num_heads, num_splits, *q.stride()[:2], *k_cache.stride()[:3],
+        block_size=block_size, head_dim=head_dim, group=num_heads // num_kv_heads,
         DIMS=dims, HEADS=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)), TILE=step,
         # The interpreter multiplies bfloat16 bit patterns as if they were integers: float32 there.
         EXACT=INTERPRETED, TRACE=trace is not None,
@@ -157,9 +157,7 @@ def launch(q, k_cache, v_cache, block_tables, context_lens, scale, num_splits, s
     )  # fmt: skip
     if num_splits > 1:
         splits = triton.next_power_of_2(num_splits)
-        _merge[batch, num_heads](
-            part, lse, out, head_dim=head_dim, num_splits=num_splits, DIMS=dims, SPLITS=splits
-        )
+        _merge[batch, num_heads](part, lse, out, num_splits, head_dim=head_dim, DIMS=dims, SPLITS=splits)
     return out
 
 

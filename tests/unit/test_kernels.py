@@ -261,14 +261,12 @@ def test_splits_come_from_the_device(kernel_device, monkeypatch):
     from kvcourse.kernels import triton_decode
 
     seen = []
+    grid = type("Grid", (), {"__getitem__": lambda self, shape: lambda *a, **k: seen.append(shape)})
     monkeypatch.setattr(triton_decode, "num_sms", lambda device: 1)
-    grid = type(
-        "Grid", (), {"__getitem__": lambda self, g: lambda *a, **k: seen.append((g, k["num_splits"]))}
-    )
     monkeypatch.setattr(triton_decode, "_attend", grid())
     monkeypatch.setattr(triton_decode, "_merge", grid())
     kernels.paged_attention_decode(**case(device=kernel_device, lengths=(83,)))
-    assert seen == [((1, 2, 2), 2), ((1, 6), 2)]
+    assert seen == [(1, 2, 2), (1, 6)]
 
 
 # --- the NumPy form and the trace ----------------------------------------------------------
@@ -297,7 +295,7 @@ def test_numpy_form_computes_in_float32():
 
 
 def test_split_range_by_hand():
-    """83 tokens are six blocks of 16: two splits of three each, four of two each and the last without work."""
+    """83 tokens are six blocks of 16: two splits of three, four of two and the last idle."""
     assert [split_range(83, 16, 2, s) for s in range(2)] == [(0, 48), (48, 83)]
     assert [split_range(83, 16, 4, s) for s in range(4)] == [(0, 32), (32, 64), (64, 83), (83, 83)]
     assert split_range(0, 16, 3, 2) == (0, 0)
@@ -508,11 +506,11 @@ def build(kernel, arch, number, constants):
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 for arch, number, size in ((80, "fp16", 2), (90, "bf16", 2), (90, "fp32", 4)):
-    constants = dict(block_size=16, head_dim=128, group=4, num_splits=8, DIMS=128, HEADS=16,
+    constants = dict(block_size=16, head_dim=128, group=4, DIMS=128, HEADS=16,
                      TILE=td.step_tokens(128, size), EXACT=False, TRACE=False)
     built = build(td._attend, arch, number, constants)
     print(arch, number, built.metadata.shared, "mma.sync" in built.asm["ptx"], len(built.asm["cubin"]) > 0)
-built = build(td._merge, 90, "fp32", dict(head_dim=128, num_splits=8, DIMS=128, SPLITS=8))
+built = build(td._merge, 90, "fp32", dict(head_dim=128, DIMS=128, SPLITS=8))
 print("merge", built.metadata.shared, len(built.asm["cubin"]) > 0)
 one = torch.zeros(1, 1, 1, 16)
 try:
