@@ -4,7 +4,6 @@ Nothing here runs a model or looks at a clock.
 """
 
 import json
-import math
 import random
 from dataclasses import replace
 from itertools import accumulate, count
@@ -38,6 +37,7 @@ TRACE_QUARTERS = {
 TRACE_QUARTER_ACCESSES = [80_954, 72_045, 66_328, 69_173]
 # LRU without `reversed`: each request's last block ends newest.
 TRACE_HEAD_FIRST = {1_000: 12_831, 10_000: 60_921}
+TRACE_ONCE = 138_646  # blocks that are asked for once
 TRACE_FIRST_BLOCK = 12_030  # hits on the block that all requests begin with
 
 RULES = {rules.name: rules for rules in (prices.OPENAI, prices.ANTHROPIC_5_MINUTES, prices.ANTHROPIC_1_HOUR)}
@@ -106,7 +106,7 @@ def policies_text(capacities, rates, unlimited):
 
 
 def recorded_hits(trace):
-    """Hits of a public trace from the recorded run: {policy: {capacity: hits}}; "accesses": blocks asked for.
+    """Hits of a public trace from the recorded run: {policy: {capacity: hits}}; what it asks for.
 
     trace  "mooncake-conversation", which comes with foresight, or "mooncake-synthetic"
     """
@@ -115,7 +115,16 @@ def recorded_hits(trace):
     hits = {policy: {row["capacity"]: row["hits"] for row in run["runs"][policy]} for policy in POLICIES}
     if trace == "mooncake-conversation":
         hits[FORESIGHT] = TRACE_FORESIGHT
-    return {**hits, "accesses": run["references"]}
+    return {**hits, "accesses": run["references"], "requests": run["requests"], "names": run["names"]}
+
+
+def trace_text(hits):
+    """One line on the conversation trace: how many requests ask for how many blocks."""
+    each = hits["accesses"] / hits["requests"]
+    return (
+        f"{hits['requests']:,} requests ask for {hits['accesses']:,} blocks, {each:.0f} each on average; "
+        f"{hits['names']:,} different ones, {TRACE_ONCE:,} of them once"
+    )
 
 
 def _policies_of(hits):
@@ -212,7 +221,6 @@ def bills(turns, gap, prefix, question, answer, output, rules):
         "totals": totals,
         "tokens_read": sum(usage.read for usage in used),
         "tokens_prompt": sum(usage.prompt for usage in used),
-        "minimum": chosen.minimum,
     }
 
 
@@ -286,11 +294,3 @@ def read_per_request(order, parts):
         still *= 1 - changes
         tokens += still * length
     return tokens
-
-
-def significant(number, digits=2):
-    """A number rounded to so many significant digits, for answers."""
-    if number == 0:
-        return 0
-    places = digits - 1 - math.floor(math.log10(abs(number)))
-    return round(number, places) if places > 0 else int(round(number, places))

@@ -5,6 +5,7 @@ units     "80 GB" and 80 · 1000³
 memory    bytes of caches and weights; tokens and requests that fit
 passes    FLOPs and bytes of a pass
 hardware  published devices, the roofline, seconds of a pass at least
+prices    what a hosted API charges for requests whose beginnings it keeps
 """
 
 from kvcourse.sizing.counts import STRATEGIES, positions_processed, rows_copied, rows_reserved

@@ -107,8 +107,9 @@ def test_the_traces_counts_again(page):
     assert figures.TRACE_FIRST_BLOCK == len(requests) - 1
     for capacity, hits in figures.TRACE_HEAD_FIRST.items():
         assert _head_first(requests, capacity) == hits
-    once = sum(count == 1 for count in _counts(requests).values()) / len(_counts(requests))
-    assert 0.74 < once < 0.77  # "three quarters of the trace's blocks occur once"
+    counts = _counts(requests)
+    assert len(counts) == recorded["names"]
+    assert figures.TRACE_ONCE == sum(count == 1 for count in counts.values())
 
 
 def test_foresight_on_the_trace(page):
