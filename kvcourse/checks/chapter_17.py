@@ -82,7 +82,8 @@ def _mistake(got, scores, v, first, length):
         return "values of tokens were changed: only unused slots are masked"
     if not np.isfinite(new_v[~used]).all():
         return (
-            "v still holds NaN in unused slots: their weight is 0, and 0 · NaN is NaN. Mask the values as well"
+            "v still holds NaN in unused slots: their weight is 0, but 0 · NaN is NaN. "
+            "Mask the values as well"
         )
     if new_v[~used].any():
         return "v keeps old values in unused slots: put 0 there, so that nothing hangs on their weight"

@@ -86,16 +86,17 @@ def _draw_pool(figure, cells, block_size, **axes):
             rest.append((x, y, tokens / block_size, 1, "", f"{hover}; {block_size - tokens} slots unused"))
     figure.add_trace(_bars(held, "rows of tokens", {"color": PALE}, **axes))
     figure.add_trace(_bars(rest, "slots without a token", {"color": look.MASKED, "pattern": HATCHED}, **axes))
+    figure.add_trace(_labels(held, **axes))
     rows = num_blocks(len(cells), POOL_COLUMNS)
     number = axes.get("xaxis", "x")[1:]
     figure.layout["xaxis" + number].update(
-        **AXIS, range=[-0.6, POOL_COLUMNS - 0.4], dtick=1, title_text="block, counted from its row's first"
+        **AXIS, range=[-0.6, POOL_COLUMNS - 0.4], dtick=1, title_text="block = row + column"
     )
     figure.layout["yaxis" + number].update(
         **AXIS,
         range=[rows - 0.4, -0.6],
         tickvals=list(range(rows)),
-        ticktext=[f"{row * POOL_COLUMNS} …" for row in range(rows)],
+        ticktext=[f"{row * POOL_COLUMNS} +" for row in range(rows)],
         title_text="pool",
     )
     figure.update_layout(barmode="overlay")
@@ -107,19 +108,26 @@ def _bars(parts, name, marker, **more):
         x=[round(CELL * (stop - start), 4) for _, _, start, stop, _, _ in parts],
         base=[round(x - CELL / 2 + CELL * start, 4) for x, _, start, _, _, _ in parts],
         y=[y for _, y, *_ in parts],
-        text=[label for *_, label, _ in parts],
         hovertext=[hover for *_, hover in parts],
         name=name,
         marker=marker,
         width=0.88,
         orientation="h",
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
-        constraintext="none",  # a label may reach over the end of a short cell
-        cliponaxis=False,
-        textfont={"color": look.INK, "size": look.TEXT_SIZE},
         hovertemplate="%{hovertext}<extra></extra>",
+        **more,
+    )
+
+
+def _labels(parts, **more):
+    """The labels in the middle of their cells, however short the part that is filled."""
+    return go.Scatter(
+        x=[x for x, *_ in parts],
+        y=[y for _, y, *_ in parts],
+        text=[label for *_, label, _ in parts],
+        mode="text",
+        textfont={"color": look.INK, "size": look.TEXT_SIZE},
+        hoverinfo="skip",
+        showlegend=False,
         **more,
     )
 
@@ -221,6 +229,7 @@ def loads(splits, a, b, c, block_size, order, q, rows):
         "total": total,
         "num_kv_heads": num_kv_heads,
         "programs": [(text, split, blocks) for text, head, split, blocks in seen if head == 0],
+        "padding": int((tables == -1).sum()),
         "with_work": sum(bool(blocks) for *_, blocks in seen),
         "floor": floor,
         "kernel": floor + partial_bytes(len(lengths), q.shape[1], head_dim, splits),
@@ -238,13 +247,15 @@ def loads_figure(data):
         table, length = data["tables"][text], data["lengths"][text]
         for step, block in enumerate(blocks):
             held = min(size, length - table.index(block) * size)
-            hover = f"text {TEXTS[text]}, split {split}, load {step + 1}: block {block}, {held} of {size} slots"
+            where = f"text {TEXTS[text]}, split {split}, load {step + 1}"
+            hover = f"{where}: block {block}, {held} of {size} slots"
             whole.append((step, row, 0, held / size, str(block), hover))
             if held < size:
                 rest.append((step, row, held / size, 1, "", f"{hover}; the others are masked"))
     figure.add_trace(_bars(whole, "loaded", {"color": PALE}, showlegend=False))
     masked = {"color": look.MASKED, "pattern": HATCHED}
     figure.add_trace(_bars(rest, "masked", masked, showlegend=False))
+    figure.add_trace(_labels(whole))
     figure.update_layout(
         xaxis={"domain": [0, 0.58]},
         yaxis={},
@@ -277,9 +288,10 @@ def loads_text(data):
     answers = "equal" if data["same"] else "differ from"
     return (
         f"{launched} programs, {data['num_kv_heads']} KV heads for each text and split: {data['with_work']} "
-        f"have work, and the longest loads {longest} block{'s' * (longest > 1)} one after the other. K and V "
-        f"once are {floor / 1000:,.1f} kB; with this kernel {kernel / floor:.2f} times that is moved, with a "
-        f"gather {gather / floor:.2f} times. The answers {answers} attention over contiguous rows."
+        f"have work, and none loads more than {longest} block{'s' * (longest > 1)}, one after the other. "
+        f"K and V once are {floor / 1000:,.1f} kB; with this kernel {kernel / floor:.2f} times that is moved, "
+        f"with a gather {gather / floor:.2f} times. The answers {answers} attention over contiguous rows; "
+        f"nobody reads the {data['padding']} entries of −1."
     )
 
 

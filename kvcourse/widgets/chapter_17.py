@@ -29,7 +29,9 @@ def loads_panel(q, rows) -> Panel:
             "a": tokens("A", 12),
             "b": tokens("B", 40),
             "c": tokens("C", 100),
-            "block_size": ipywidgets.Dropdown(options=figures.BLOCK_SIZES, value=16, description="block size"),
+            "block_size": ipywidgets.Dropdown(
+                options=figures.BLOCK_SIZES, value=16, description="block size (slots)"
+            ),
             "order": ipywidgets.Dropdown(options=figures.ORDERS, description="blocks"),
         },
         compute=functools.partial(figures.loads, q=q, rows=rows),
