@@ -9,6 +9,7 @@ Without a GPU only --interpret runs: tiny shapes in Triton's interpreter, answer
 
 import os
 import statistics
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -237,8 +238,7 @@ def time_everything(timer, device="cuda", heads=HEADS, batches=BATCHES, contexts
             for batch in batches:
                 label = f"{_name(dtype)}, {context:,} tokens, batch {batch}"
                 if _fits(label, batch, context, dtype, heads, device, notes):
-                    problem = Problem(batch, context, dtype, heads, device)
-                    points.append(_point(problem, label, quiet, notes))
+                    points.append(_point(Problem(batch, context, dtype, heads, device), label, quiet, notes))
     described = measure.describe_machine()
     import triton
 
@@ -300,6 +300,7 @@ def _quiet(timer, disturbed, label, call):
     """Time a call, again while it is disturbed, at most ATTEMPTS times; notes one that stays so."""
     for _ in range(ATTEMPTS):
         timing = timer(call)
+        print(f"{label}: {timing}", file=sys.stderr, flush=True)
         if not timing.disturbed:
             return timing
     disturbed.append(f"{label}: {timing.why}")
@@ -319,7 +320,7 @@ def table(run):
         ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
         f"{r['statistic']}; a copy moves {r['copy'] / 1e9:,.0f} GB/s",
         "",
-        "dtype      context  batch        MB   kernel us  of copy  contiguous / kernel  flex / kernel",
+        "dtype      context  batch        MB   kernel µs  of copy  contiguous ÷ kernel  flex ÷ kernel",
     ]
     for p in r["points"]:
         peers = [f"{p[peer] / p['kernel']:.2f}" if peer in p else "-" for peer in ("contiguous", "flex")]

@@ -4,9 +4,9 @@ Program (sequence, KV head, split) reads its part of the sequence's blocks once,
 the KV head, with an online softmax in float32; a second kernel merges the splits of a query head.
 The form is flash-decoding's (https://pytorch.org/blog/flash-decoding/) on vLLM's block tables.
 
-Importing this module imports torch and Triton. Where there is no CUDA device the kernels run in Triton's
-interpreter, on CPU tensors: `TRITON_INTERPRET` is read when a kernel is decorated, that is during this
-import, and is set for its duration. `TRITON_INTERPRET=1` in the environment does the same beside a GPU.
+Importing this module imports torch and Triton. `TRITON_INTERPRET` is read when a kernel is decorated, that
+is during this import. Where there is no CUDA device it is set to 1, for the whole process, and the kernels
+run in Triton's interpreter, on CPU tensors; set to 1 beforehand it does the same beside a GPU.
 """
 
 import importlib
@@ -15,14 +15,14 @@ import sys
 
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1") == "1"
 _imported_before = "triton" in sys.modules
-if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton  # noqa: E402 - after the setting, for Triton's own functions (tl.sum ...) are decorated, too
 import triton.language as tl  # noqa: E402
 
+INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED and _imported_before and isinstance(tl.sum, triton.JITFunction):
     # Another library imported Triton first, to compile: its functions are decorated once more.
     importlib.reload(triton.language.standard)
