@@ -153,6 +153,7 @@ def test_printed_answers_by_hand():
         "Answer: 1,584 tokens.",  # 1,600 − 16
         "Answer: 16 tokens.",  # the space: 31 shared
         "Answer: 128 tokens.",  # 143 // 16 · 16
+        "Answer: 967.",  # 960 of a document, 7 of a question
         "Answer: 8 of 14 tokens.",
         "Answer: 12 of 29 tokens.",
         "Answer: 1 evicted.",
