@@ -244,7 +244,7 @@ class PagedCache(KVCache):
     # --- going back, and sharing -------------------------------------------------------
 
     def truncate(self, seq_len):
-        """As in KVCache; blocks that hold none of the tokens left are given back. Other sequences keep theirs."""
+        """As in KVCache; blocks that hold none of the tokens left are given back, others keep theirs."""
         self._held()
         super().truncate(seq_len)
         self._give_back(self.seq_len)

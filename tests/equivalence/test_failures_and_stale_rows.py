@@ -31,6 +31,7 @@ KINDS = {
     "contiguous": lambda: kv.ContiguousCache(CONFIG, SIZE),
     "growing": lambda: kv.GrowingCache(CONFIG, SIZE, capacity=1),
     "concatenating": lambda: kv.ConcatenatingCache(CONFIG, SIZE),
+    "paged": lambda: kv.PagedCache(CONFIG, SIZE, block_size=4),
 }
 ROW = np.ones((3, 2, 8), np.float32)
 
@@ -126,6 +127,11 @@ def poison(cache):
             for array in rows:
                 if array.flags.writeable:
                     array[:, cache.seq_len :] = np.nan
+    elif isinstance(cache, kv.PagedCache):
+        slots = cache.pool.manager.slot_mapping(cache._seq, 0, cache.seq_len)
+        others = np.setdiff1d(np.arange(cache.pool.num_blocks * 4), slots)
+        for array in (cache.pool.keys, cache.pool.values):
+            array.reshape(2, -1, 3, 8)[:, others] = np.nan
     else:
         for array in (cache._k, cache._v):
             array[:, :, cache.seq_len :] = np.nan
@@ -133,6 +139,9 @@ def poison(cache):
 
 def stale_rows(cache):
     """How many rows of layer 0 are held beyond those that count."""
+    if isinstance(cache, kv.PagedCache):
+        written = cache.pool.keys[0].any(axis=(2, 3)).sum()  # the others are still 0
+        return written - cache.seq_len
     held = cache._rows[0][0].shape[1] if isinstance(cache, kv.ConcatenatingCache) else cache._k.shape[2]
     return held - cache.seq_len
 
@@ -184,7 +193,7 @@ def test_a_read_of_a_stale_row_would_be_seen(kind):
     assert np.isnan(MODEL([7], cache)).all()
 
 
-@pytest.mark.parametrize("kind", [kv.ContiguousCache, kv.GrowingCache])
+@pytest.mark.parametrize("kind", [kv.ContiguousCache, kv.GrowingCache, kv.PagedCache])
 def test_an_interrupt_while_a_pass_begins_leaves_no_open_pass(kind, monkeypatch):
     """The cell that is run again must not hear that a pass is still open."""
     model = kv.load_model("austen-gpt2-draft")

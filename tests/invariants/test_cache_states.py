@@ -136,8 +136,25 @@ class GrowingMachine(CacheMachine):
         assert self.cache.capacity <= max(1, 2 * self.most)
 
 
+class PagedMachine(CacheMachine):
+    """In a pool of its own, of just enough blocks; the pool's books are right after every step."""
+
+    @staticmethod
+    def kind(config, max_seq_len):
+        return kv.PagedCache(config, max_seq_len, block_size=3)
+
+    @invariant()
+    def the_pool_agrees(self):
+        pool, manager = self.cache.pool, self.cache.pool.manager
+        manager.check_invariants()
+        assert manager.num_used == len(self.cache.block_table) == -(-(len(self.rows) + len(self.open)) // 3)
+        assert pool.num_blocks == -(-self.cache.max_seq_len // 3)
+        assert self.cache.nbytes == manager.num_used * (2 * 2 * 3 * 2 * 4 * 4 + 4)
+
+
 TestContiguous = ContiguousMachine.TestCase
 TestConcatenating = ConcatenatingMachine.TestCase
 TestGrowing = GrowingMachine.TestCase
-for case in (TestContiguous, TestConcatenating, TestGrowing):
+TestPaged = PagedMachine.TestCase
+for case in (TestContiguous, TestConcatenating, TestGrowing, TestPaged):
     case.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
