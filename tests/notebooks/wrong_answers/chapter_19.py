@@ -20,7 +20,6 @@ WRONG = {
         (_volatile_last(_by(lambda tokens, changes: -changes)), "the wrong way round"),
         (lambda parts: list(parts), "nothing after it is ever read"),
         (_by(lambda tokens, changes: tokens), "nothing after it is ever read"),
-        (_by(lambda tokens, changes: -changes), "nothing after it is ever read"),
         (_volatile_last(lambda parts: sorted(parts, reverse=True)), "two neighbors"),
         (lambda parts: [name for name in parts if parts[name][1] < 1], "is missing"),
         (lambda parts: [*parts, *parts], "is sent once"),
