@@ -51,8 +51,8 @@ OPENAI = Rules(
     "OpenAI, automatic", read=0.1, write=1.0, lifetime=300, step=128,
     source="developers.openai.com/api/docs/guides/prompt-caching; OpenAI Cookbook, Prompt Caching 201",
 )  # fmt: skip
-# The least length is 512 to 4,096 tokens by model; a read costs less on the newest models. Each use starts the
-# lifetime anew.
+# The least length is 512 to 4,096 tokens by model; a read costs less on the newest models. Each use starts
+# the lifetime anew.
 _ANTHROPIC = {
     "read": 0.1, "automatic": False,
     "source": "platform.claude.com/docs/en: build-with-claude/prompt-caching, about-claude/pricing",
