@@ -289,8 +289,8 @@ def loads_text(data):
     return (
         f"{launched} programs, {data['num_kv_heads']} KV heads for each text and split: {data['with_work']} "
         f"have work, and none loads more than {longest} block{'s' * (longest > 1)}, one after the other. "
-        f"K and V once are {floor / 1000:,.1f} kB; with this kernel {kernel / floor:.2f} times that is moved, "
-        f"with a gather {gather / floor:.2f} times. The answers {answers} attention over contiguous rows; "
+        f"K and V once are {floor / 1000:,.1f} kB; this kernel moves {kernel / floor:.2f} times that, "
+        f"a gather {gather / floor:.2f} times. The answers {answers} attention over contiguous rows; "
         f"nobody reads the {data['padding']} entries of −1."
     )
 

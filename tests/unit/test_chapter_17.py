@@ -160,6 +160,7 @@ def test_printed_answers_by_hand():
         "Answer: nobody's.",
         "Answer: 4 times.",
         "Answer: 12 programs.",
+        "Answer: nothing, not one bit.",
         "Answer: 17 splits.",  # 132 / 8, rounded up
         "Answer: 0.667.",  # 8 / 12
         "Answer: 32 programs.",
@@ -241,7 +242,7 @@ def test_the_panels_numbers_by_hand(passages):
     assert data["padding"] == 3 * 8 - 11
     text = figures.loads_text(data)
     assert text.startswith("72 programs, 4 KV heads for each text and split: 32 have work")
-    assert "none loads more than 2 blocks, one" in text and "311.3 kB; with this kernel 1.12 times" in text
+    assert "none loads more than 2 blocks, one" in text and "311.3 kB; this kernel moves 1.12 times" in text
     shuffled = figures.loads(6, 12, 40, 100, 16, "shuffled", *passages)
     assert [len(blocks) for *_, blocks in shuffled["programs"]] == [len(b) for *_, b in data["programs"]]
     assert shuffled["tables"] != data["tables"] and shuffled["same"]
