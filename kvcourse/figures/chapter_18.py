@@ -116,6 +116,7 @@ def _name_parts(figure, data):
         if name in _NARROW:
             narrow.append((middle, text))
         else:
+            text = text.replace("system text", "system")  # the whole name is wider than the part
             figure.add_annotation(x=middle, y=0.42, text=text, showarrow=False, yanchor="middle")
     # A name hangs beside a line, toward the middle. Of two in one half the outer one hangs higher, so
     # that no line crosses a name.

@@ -321,7 +321,7 @@ def test_the_panels_figure_shows_hit_and_rest(panel):
     assert sum(cached.x) == 2 * 2800 and sum(computed.x) == 3 * 3010 - 2 * 2800
     assert list(misses.x) == [0, 2810, 2810] and list(misses.y) == [1, 2, 3]
     names = [annotation.text for annotation in panel.figure.layout.annotations]
-    assert names == ["system text", "tools", "documents", "<i>timestamp: new</i>", "<i>user turn: new</i>"]
+    assert names == ["system", "tools", "documents", "<i>timestamp: new</i>", "<i>user turn: new</i>"]
     stamp, user = panel.figure.layout.annotations[3:]
     assert user.y < stamp.y < 0.4 and stamp.xanchor == user.xanchor == "right"  # the axis runs downward
     panel.set(timestamp_place=1, user_place=1, system_place=2, tools_place=3, documents_place=4)
