@@ -286,12 +286,13 @@ def loads_text(data):
     longest = max(len(blocks) for *_, blocks in data["programs"])
     floor, kernel, gather = (data[key] for key in ("floor", "kernel", "gather"))
     answers = "equal" if data["same"] else "differ from"
+    count = data["padding"]
+    padding = f"; −1 stands in {count} place{'s' * (count > 1)} of the tables, never read" * bool(count)
     return (
         f"{launched} programs, {data['num_kv_heads']} KV heads for each text and split: {data['with_work']} "
         f"have work, and none loads more than {longest} block{'s' * (longest > 1)}, one after the other. "
         f"K and V once are {floor / 1000:,.1f} kB; this kernel moves {kernel / floor:.2f} times that, "
-        f"a gather {gather / floor:.2f} times. The answers {answers} attention over contiguous rows; "
-        f"nobody reads the {data['padding']} entries of −1."
+        f"a gather {gather / floor:.2f} times. The answers {answers} attention over contiguous rows{padding}."
     )
 
 
