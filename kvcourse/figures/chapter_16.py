@@ -160,7 +160,9 @@ def _arrive(policy, request, running):
     slots, request.asked = slots_for(policy, request, free)
     if slots is None:
         request.fate = "turned away"
-        request.scattered = sum(free) >= request.asked
+        enough = sum(free) >= request.asked
+        # A reader may turn away what would have fitted; a rule never does.
+        request.scattered = enough and (isinstance(policy, str) or first_fit(free, request.asked) is None)
     else:
         request.slots, request.fate = slots, "running"
         running.append(request)
@@ -305,8 +307,9 @@ def policy_text(data):
     words = {**POLICIES, KNOWS: KNOWS}[data["policy"]]
     return (
         f"{words[0].upper()}{words[1:]}: {fates(requests)['complete']} of {len(requests)} answered in full; "
-        f"turned away: {', '.join(away) or 'nobody'}. Slots that requests had, summed over the steps: {used}, "
-        f"of which {counts['held']} held a token ({counts['held'] / used:.0%}). The others: {', '.join(parts)}."
+        f"turned away: {', '.join(away) or 'nobody'}. Slots that requests had, summed over the steps: "
+        f"{used}. Of these {counts['held']} held a token ({counts['held'] / used:.0%}). "
+        f"The others: {', '.join(parts)}."
     )
 
 
@@ -521,13 +524,14 @@ def busy_figure(data):
     )  # fmt: skip
     figure.update_layout(
         barmode="overlay", bargap=0.12,
-        xaxis={"domain": [0, 0.62], "range": [0, length], "ticks": ""},
+        xaxis={"domain": [0, 0.59], "range": [0, length], "ticks": ""},
         yaxis={
             "range": [ROWS - 0.5, -0.5], "ticks": "", "tickvals": list(range(0, ROWS, 4)),
             "ticktext": [f"{line * length:,}" for line in range(0, ROWS, 4)],
         },
         xaxis2={
-            **look.axis_like(figure, "xaxis"), "domain": [0.71, 1], "anchor": "y2", "ticks": "", "tickangle": 0,
+            **look.axis_like(figure, "xaxis"), "domain": [0.685, 1], "anchor": "y2", "ticks": "",
+            "tickangle": 0,
         },
         yaxis2={
             **look.axis_like(figure, "yaxis"), "anchor": "x2", "range": [0, 1.15 * max(values)],
