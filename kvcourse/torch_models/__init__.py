@@ -13,6 +13,7 @@ from kvcourse.torch_models.launches import (
     profiled_launches,
 )
 from kvcourse.torch_models.memory import MemoryCap
+from kvcourse.torch_models.paged import PagedBatchCache
 from kvcourse.torch_models.timing import event_seconds
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "GPT2",
     "GraphedDecode",
     "MemoryCap",
+    "PagedBatchCache",
     "ProfiledLaunches",
     "count_launches",
     "event_seconds",

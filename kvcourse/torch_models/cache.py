@@ -25,21 +25,38 @@ class BatchCache:
     """
 
     def __init__(self, net, batch, max_seq_len):
+        self._set_sizes(net, batch, max_seq_len)
+        self._reserve_rows(
+            net,
+            f"{self.batch:,} sequences of {self.max_seq_len:,} tokens: ask for a smaller batch or max_seq_len",
+        )
+        self._start(net.device)
+
+    def _set_sizes(self, net, batch, max_seq_len):
         c = net.config
         batch, max_seq_len = whole(batch, "batch"), whole(max_seq_len, "max_seq_len")
         if max_seq_len > c.max_seq_len:
             raise ValueError(
                 f"max_seq_len {max_seq_len:,} is more than the {c.max_seq_len:,} positions of {c.name}"
             )
-        shape = (c.num_layers, batch, c.num_heads, max_seq_len, c.head_dim)
         self.config, self.batch, self.max_seq_len = c, batch, max_seq_len
-        self.keys, self.values = (_zeros(shape, net.dtype, net.device) for _ in range(2))
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=net.device)
-        self._sequences = torch.arange(batch, device=net.device)  # (batch,), the first index of a write
-        self._rows = torch.arange(_aligned(max_seq_len), device=net.device)  # row numbers, for the mask
+
+    def _reserve_rows(self, net, what):
+        shape = self.shape_for(net.config)
+        self.keys, self.values = (_zeros(shape, net.dtype, net.device, what) for _ in range(2))
+
+    def _start(self, device):
+        """Lengths of 0, on the device and on the host."""
+        self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=device)
+        self._sequences = torch.arange(self.batch, device=device)  # (batch,), the first index of a write
+        self._rows = torch.arange(_aligned(self.max_seq_len), device=device)  # row numbers, for the mask
         # The lengths once more on the host: reading the device's would wait for all its queued work.
-        self._host = [0] * batch
+        self._host = [0] * self.batch
         self._moving = False  # True while host and device lengths may differ
+
+    def shape_for(self, config):
+        """The shape that `keys` and `values` must have for a model of this config."""
+        return config.num_layers, self.batch, config.num_heads, self.max_seq_len, config.head_dim
 
     @property
     def nbytes(self):
@@ -128,6 +145,9 @@ class BatchCache:
                 f"({self.longest:,} held, 1 new): reset() it, or make it larger (max_seq_len)"
             )
 
+    def reserve_prompts(self, lengths):
+        """Room for prompts of these lengths; here there always is."""
+
     def settle(self):
         """Bring the device's lengths back to the host's after a call that was interrupted between them."""
         if self._moving:
@@ -146,6 +166,10 @@ class BatchCache:
     def rows(self, layer, span):
         """The first `span` rows of one layer, views: K and V (batch, num_heads, span, head_dim)."""
         return self.keys[layer, :, :, :span], self.values[layer, :, :, :span]
+
+    def attend(self, layer, q, span, mask, attended):
+        """What `attended` gives for q (batch, num_heads, 1, head_dim) and the first `span` rows, masked."""
+        return attended(q, *self.rows(layer, span), attn_mask=mask)
 
     def mask(self, span):
         """What is added to the scores of the next tokens: 0 for rows up to a sequence's length, else −inf.
@@ -182,7 +206,7 @@ class BatchCache:
         self._moving = False
 
 
-def _zeros(shape, dtype, device):
+def _zeros(shape, dtype, device, what):
     """torch.zeros, with one clear line for a size that cannot be, which PyTorch words in many ways."""
     try:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -191,8 +215,7 @@ def _zeros(shape, dtype, device):
     except (RuntimeError, TypeError):  # no room on a CPU, or more bytes than 64 bits count
         size = math.prod(shape) * dtype.itemsize
         raise torch.OutOfMemoryError(
-            f"out of memory on {device}: {size:,} bytes each for keys and values of {shape[1]:,} sequences "
-            f"of {shape[3]:,} tokens: ask for a smaller batch or max_seq_len"
+            f"out of memory on {device}: {size:,} bytes each for keys and values of {what}"
         ) from None
 
 

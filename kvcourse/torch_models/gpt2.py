@@ -76,6 +76,7 @@ class GPT2:
         self.check_cache(cache)
         ids, lengths = self._padded(prompts, cache)  # (B, T), list
         B, T = ids.shape
+        cache.reserve_prompts(lengths)
         x = F.embedding(ids, self.params["wte.weight"]) + self.params["wpe.weight"][:T]  # (B, T, d)
 
         def attend(layer, qkv):
@@ -128,8 +129,7 @@ class GPT2:
         def attend(layer, qkv):
             q, k, v = self._split_heads(qkv, B, 1)  # each (B, H, 1, head_dim)
             cache.write_next(layer, k[:, :, 0], v[:, :, 0])
-            keys, values = cache.rows(layer, span)  # (B, H, span, head_dim), views
-            return attended(q, keys, values, attn_mask=mask).reshape(B, -1)  # (B, d)
+            return cache.attend(layer, q, span, mask, attended).reshape(B, -1)  # (B, d)
 
         return self._logits(self._run_layers(x, attend))
 
@@ -167,8 +167,7 @@ class GPT2:
                 f"the cache is a {type(cache).__name__}: make one with BatchCache(net, batch, max_seq_len)"
             )
         c = self.config
-        fits = (c.num_layers, cache.batch, c.num_heads, cache.max_seq_len, c.head_dim)
-        mine = (fits, self.dtype, self.device)
+        mine = (cache.shape_for(c), self.dtype, self.device)
         found = (tuple(cache.keys.shape), cache.dtype, cache.device)
         if found != mine:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 import torch
 
+from kvcourse.torch_models.cache import BatchCache
+
 WARMUP = 3  # steps before recording: libraries allocate their workspaces at the first use
 
 
@@ -22,6 +24,10 @@ class GraphedDecode:
     def __init__(self, net, cache, span=None):
         _check_device(net.device)
         net.check_cache(cache)
+        if type(cache) is not BatchCache:
+            raise TypeError(
+                f"a graph of a {type(cache).__name__} is not supported: use net.decode, or a BatchCache"
+            )
         span = cache.max_seq_len if span is None else span
         if not 1 <= span <= cache.max_seq_len:
             raise ValueError(f"span {span} is outside 1 … {cache.max_seq_len:,}, the rows of the cache")
