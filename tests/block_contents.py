@@ -195,7 +195,8 @@ class Contents:
         child = self.manager.fork(seq)
         assert child.block_table == seq.block_table[: self.blocks_for(seq.num_tokens)]
         assert child.token_ids == seq.token_ids and child.token_ids is not seq.token_ids
-        assert child.block_table is not seq.block_table and child.keys is not seq.keys
+        assert child.keys == seq.keys and child.keys is not seq.keys
+        assert child.block_table is not seq.block_table
         assert self.manager.free_blocks() == queue
         self._enter(child, list(self.rows[seq]), seq.num_tokens, self.named[seq])
         return child

@@ -139,6 +139,15 @@ class TreeOperations(RuleBasedStateMachine):
         self.locked = []  # (extra key, tokens, node)
         self.next_page = 0
 
+    def prompt(self, data):
+        """(ids, extra key): any, or one that begins as one that is there."""
+        if self.known and data.draw(st.booleans(), "known"):
+            extra_key, ids = data.draw(st.sampled_from(list(self.known)), "beginning")
+            ids = ids[: data.draw(st.integers(0, len(ids)), "cut")]
+            return [*ids, *data.draw(st.lists(TOKENS, max_size=5), "more")], extra_key
+        keys = st.sampled_from([None, None, "a", 1])
+        return data.draw(st.lists(TOKENS, max_size=12), "ids"), data.draw(keys, "extra key")
+
     def beginnings(self, ids, extra_key):
         """The keys of all whole pages of `ids`."""
         ends = range(self.size, len(ids) + 1, self.size)
@@ -152,14 +161,16 @@ class TreeOperations(RuleBasedStateMachine):
             pages.append(self.known[beginning])
         return pages
 
-    @rule(ids=st.lists(TOKENS, max_size=12), extra_key=st.sampled_from([None, None, "a", 1]))
-    def match(self, ids, extra_key):
+    @rule(data=st.data())
+    def match(self, data):
+        ids, extra_key = self.prompt(data)
         pages, node = self.tree.match(ids, extra_key)
         assert pages == self.expected(ids, extra_key)
         assert node.pages == pages[len(pages) - len(node.pages) :]
 
-    @rule(ids=st.lists(TOKENS, max_size=12), extra_key=st.sampled_from([None, None, "a", 1]))
-    def insert(self, ids, extra_key):
+    @rule(data=st.data())
+    def insert(self, data):
+        ids, extra_key = self.prompt(data)
         names = self.beginnings(ids, extra_key)
         pages = list(range(self.next_page, self.next_page + len(names)))
         self.next_page += len(names)
@@ -167,8 +178,9 @@ class TreeOperations(RuleBasedStateMachine):
         assert self.tree.insert(ids, pages, extra_key) == there * self.size
         self.known.update(zip(names[there:], pages[there:], strict=True))
 
-    @rule(ids=st.lists(TOKENS, max_size=12), extra_key=st.sampled_from([None, None, "a", 1]))
-    def lock(self, ids, extra_key):
+    @rule(data=st.data())
+    def lock(self, data):
+        ids, extra_key = self.prompt(data)
         pages, node = self.tree.match(ids, extra_key)
         self.tree.lock(node)
         self.locked.append((extra_key, tuple(ids[: len(pages) * self.size]), node))
@@ -241,14 +253,16 @@ def one_operation(contents, chance, kind, seq):
             return "no room"
         contents.commit(new, ids[new.num_tokens :])
     elif kind == "decode":
-        tokens = [chance.choice([0, 1, 1, None] if chance.random() < 0.1 else [0, 1])]
-        if not contents.append(seq):
+        n = chance.choice([1, 1, 1, 6])
+        tokens = [chance.choice([0, 1, 1, None] if chance.random() < 0.1 else [0, 1]) for _ in range(n)]
+        if not contents.append(seq, n):
             return "no room"
-        contents.commit(seq, tokens)
+        assert contents.commit(seq, tokens[: chance.randrange(n + 1)] if n > 1 else tokens)
     elif kind == "truncate":
         contents.truncate(seq, chance.randrange(seq.num_tokens + 1))
     elif kind == "refused":
         contents.refused(ValueError, contents.manager.truncate, seq, seq.num_tokens + 1)
+        contents.commit(seq, [1, 0] * chance.randrange(1, 4))  # there may be room, or the block be shared
     else:
         getattr(contents, kind)(seq)
     return kind
