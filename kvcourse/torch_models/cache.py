@@ -26,10 +26,8 @@ class BatchCache:
 
     def __init__(self, net, batch, max_seq_len):
         self._set_sizes(net, batch, max_seq_len)
-        self._reserve_rows(
-            net,
-            f"{self.batch:,} sequences of {self.max_seq_len:,} tokens: ask for a smaller batch or max_seq_len",
-        )
+        what = f"{self.batch:,} sequences of {self.max_seq_len:,} tokens"
+        self._reserve_rows(net, f"{what}: ask for a smaller batch or max_seq_len")
         self._start(net.device)
 
     def _set_sizes(self, net, batch, max_seq_len):

@@ -15,7 +15,7 @@ from kvcourse import weights
 from kvcourse.models import gpt2
 
 TOLERANCE = 2e-4
-KINDS = [kv.ContiguousCache, kv.GrowingCache, kv.ConcatenatingCache]
+KINDS = [kv.ContiguousCache, kv.GrowingCache, kv.ConcatenatingCache, kv.PagedCache]
 
 
 @st.composite

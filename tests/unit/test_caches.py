@@ -6,7 +6,7 @@ import pytest
 import kvcourse as kv
 
 CONFIG = kv.ModelConfig("tiny", "gpt2", 2, 2, 2, 4, 8, 16, 10, 12)
-KINDS = [kv.ContiguousCache, kv.GrowingCache, kv.ConcatenatingCache]
+KINDS = [kv.ContiguousCache, kv.GrowingCache, kv.ConcatenatingCache, kv.PagedCache]
 
 
 def rows(n, dtype=np.float32, heads=2):
@@ -152,7 +152,12 @@ def test_export_moves_rows_to_another_kind_of_cache(kind):
     model(list(range(10)), first)
     second.load(first.export(0, 6))
     second.load(first.export(6, 10))
-    np.testing.assert_array_equal(model([3], first), model([3], second))
+    for one, other in zip(first.keys_values(1), second.keys_values(1), strict=True):
+        np.testing.assert_array_equal(one, other)
+    # The same rows; a paged cache divides by the softmax's sum last, so its logits of about 5 are rounded
+    # in other places.
+    rounding = 1e-4 if kind is kv.PagedCache else 0
+    np.testing.assert_allclose(model([3], first), model([3], second), rtol=0, atol=rounding)
 
 
 ZEROS = np.zeros((2, 2, 3, 4), np.float32)

@@ -8,7 +8,7 @@ from kvcourse import ops
 from kvcourse.models import gpt2
 
 MODEL = kv.load_model("austen-gpt2-draft")
-CACHES = [kv.ContiguousCache, kv.GrowingCache, kv.ConcatenatingCache]
+CACHES = [kv.ContiguousCache, kv.GrowingCache, kv.ConcatenatingCache, kv.PagedCache]
 PROMPT = list(range(40, 52))
 
 

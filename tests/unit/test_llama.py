@@ -193,7 +193,7 @@ def test_logits_are_those_of_the_loops(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", [kv.ContiguousCache, kv.GrowingCache, kv.ConcatenatingCache])
+@pytest.mark.parametrize("kind", [kv.ContiguousCache, kv.GrowingCache, kv.ConcatenatingCache, kv.PagedCache])
 def test_cached_is_uncached_in_odd_chunks(shape, kind):
     """Beyond position 256 too, where the rotation's tables grow in the middle of the sequence."""
     model = small(**SHAPES[shape])
