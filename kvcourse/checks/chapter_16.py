@@ -82,23 +82,44 @@ def _mapping_mistake(got, table, start, stop, size):
 )
 def needs_block(run: Run) -> str | None:
     """``needs_block(position, block_size)`` → whether a block must be taken for this position."""
-    for size in (16, 4, 1):
-        for position in (0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 5 * size):
-            got = run(position, size)
-            want = position % size == 0
-            if not isinstance(got, bool):
-                return f"return True or False, not {short(got)}"
-            if got != want:
-                return _append_mistake(position, size, got)
-    return None
+    cases = [
+        (p, size) for size in (16, 4, 1) for p in (0, 1, size - 1, size, size + 1, 2 * size - 1, 5 * size)
+    ]
+    answers = []
+    for position, size in cases:
+        got = run(position, size)
+        if not isinstance(got, bool):
+            return f"return True or False, not {short(got)}"
+        answers.append(got)
+    wrong = [case for case, got in zip(cases, answers, strict=True) if got != (case[0] % case[1] == 0)]
+    if not wrong:
+        return None
+    for rule, name in (
+        (
+            lambda p, size: (p + 1) % size == 0,
+            "that is when a block has just become full: only the next token needs a block, as the very first does",
+        ),
+        (
+            lambda p, size: p == 0 or (p + 1) % size == 0,
+            "a block early: this token fills the last block, and the next one needs a new one",
+        ),
+        (
+            lambda p, size: p > 0 and p % size == 0,
+            "an empty sequence has no block yet: its first token needs one",
+        ),
+        (lambda p, size: p == 0 or p % size == 1, "a token late: the one before it had no slot any more"),
+        (lambda p, size: p == 0, "after the first block is full, the next token needs another one"),
+        (lambda p, size: True, "a block has room for block_size tokens, not for one"),
+    ):
+        if answers == [rule(*case) for case in cases]:
+            return f"{name} ({_case(*wrong[0])})"
+    position, size = wrong[0]
+    if position % size == 0:
+        return f"all blocks so far are full, and this token would have no slot ({_case(position, size)})"
+    return (
+        f"its block is there already: position {position // size * size} opened it ({_case(position, size)})"
+    )
 
 
-def _append_mistake(position, size, got):
-    case = f"position {position}, block_size {size}"
-    if got and (position + 1) % size == 0 and size > 1:
-        return f"a block early: this token fills the last block, and the next one needs a new one ({case})"
-    if got:
-        return f"its block is there already: position {position // size * size} has opened it ({case})"
-    if position == 0:
-        return f"an empty sequence has no block yet: its first token needs one ({case})"
-    return f"all blocks so far are full, and this token would have no slot ({case})"
+def _case(position, block_size):
+    return f"position {position}, block_size {block_size}"

@@ -35,18 +35,14 @@ WRONG = {
         (_slots(lambda table, p, start, size: table[p // size] * size + p % size + 1), "expected"),
     ],
     "16.needs_block": [
-        (lambda position, block_size: (position + 1) % block_size == 0, "an empty sequence has no block yet"),
+        (lambda position, block_size: (position + 1) % block_size == 0, "has just become full"),
         (lambda position, block_size: position == 0 or (position + 1) % block_size == 0, "a block early"),
-        (
-            lambda position, block_size: position > 0 and position % block_size == 0,
-            "its first token needs one",
-        ),
-        (
-            lambda position, block_size: position == 0 or position % block_size == 1,
-            "position 0 has opened it",
-        ),
-        (lambda position, block_size: position == 0, "would have no slot"),
+        (lambda position, block_size: position > 0 and position % block_size == 0, "has no block yet"),
+        (lambda position, block_size: position == 0 or position % block_size == 1, "a token late"),
+        (lambda position, block_size: position == 0, "needs another one"),
+        (lambda position, block_size: True, "has room for block_size tokens"),
+        (lambda position, block_size: position < block_size, "its block is there already"),
+        (lambda position, block_size: False, "would have no slot"),
         (lambda position, block_size: position % block_size, "return True or False"),
-        (lambda position, block_size: True, "is there already"),
     ],
 }
