@@ -73,7 +73,7 @@ class Engine:
 
     pool     the PagedPool; waiting, running: the requests, oldest first
 
-    A step that fails or is interrupted leaves requests and pool as they were, and can be repeated.
+    A step that fails or is interrupted takes its pass back, or keeps it whole, and can be repeated.
     Raises TypeError or ValueError for a size that is no whole number of at least 1.
     """
 
