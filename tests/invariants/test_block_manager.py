@@ -129,97 +129,132 @@ TestOperations = Operations.TestCase
 TestOperations.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-class TreeOperations(RuleBasedStateMachine):
-    """A radix tree beside a table of all its prompts' beginnings."""
+class Beginnings:
+    """A radix tree beside a table of all its prompts' beginnings; each operation is compared."""
 
-    @initialize(size=st.integers(1, 3))
-    def make(self, size):
+    def __init__(self, size):
         self.tree, self.size = RadixTree(size), size
         self.known = {}  # (extra key, tokens up to the end of a page) -> page
         self.locked = []  # (extra key, tokens, node)
         self.next_page = 0
 
+    def beginnings(self, ids, extra_key):
+        """The names of all whole pages of `ids`."""
+        return [(extra_key, tuple(ids[:end])) for end in range(self.size, len(ids) + 1, self.size)]
+
+    def match(self, ids, extra_key):
+        pages, node = self.tree.match(ids, extra_key)
+        expected = []
+        for name in self.beginnings(ids, extra_key):
+            if name not in self.known:
+                break
+            expected.append(self.known[name])
+        assert pages == expected and node.pages == pages[len(pages) - len(node.pages) :]
+        return pages, node
+
+    def insert(self, ids, extra_key):
+        names = self.beginnings(ids, extra_key)
+        pages = range(self.next_page, self.next_page + len(names))
+        self.next_page += len(names)
+        there = sum(name in self.known for name in names)
+        assert self.tree.insert(ids, pages, extra_key) == there * self.size
+        self.known.update(zip(names[there:], pages[there:], strict=True))
+
+    def lock(self, ids, extra_key):
+        pages, node = self.match(ids, extra_key)
+        self.tree.lock(node)
+        self.locked.append((extra_key, ids[: len(pages) * self.size], node))
+
+    def unlock(self, number):
+        self.tree.unlock(self.locked.pop(number)[2])
+
+    def evict(self, n):
+        could, tree = self.tree.num_evictable, self.tree
+        leaves = {leaf.pages[-1]: leaf.last_used for leaf in tree.nodes() if not leaf.children}
+        gone = tree.evict(n)
+        assert min(n, could) <= len(gone) <= could and len(set(gone)) == len(gone)
+        assert not set(gone) & set(self.needed().values()), "a locked page was evicted"
+        self.known = {name: page for name, page in self.known.items() if page not in gone}
+        first = [leaves[page] for page in gone if page in leaves]
+        left = [n.last_used for n in tree.nodes() if n.pages[-1] in leaves and not n.lock_ref]
+        assert first == sorted(first) and (not first or not left or first[-1] < min(left)), "not the oldest"
+
+    def needed(self):
+        """The pages that running requests need."""
+        names = (name for key, ids, _ in self.locked for name in self.beginnings(ids, key))
+        return {name: self.known[name] for name in names}
+
+    def check(self):
+        self.tree.check_invariants()
+        assert self.tree.num_pages == len(self.known)
+        assert self.tree.num_evictable == len(self.known) - len(self.needed())
+        for key, ids in self.known:
+            assert len(ids) == self.size or (key, ids[: -self.size]) in self.known, "a page lost its parent"
+
+
+class TreeOperations(RuleBasedStateMachine):
+    """A radix tree, small pages, few different tokens."""
+
+    @initialize(size=st.integers(1, 3))
+    def make(self, size):
+        self.contents = Beginnings(size)
+
     def prompt(self, data):
         """(ids, extra key): any, or one that begins as one that is there."""
-        if self.known and data.draw(st.booleans(), "known"):
-            extra_key, ids = data.draw(st.sampled_from(list(self.known)), "beginning")
+        if self.contents.known and data.draw(st.booleans(), "known"):
+            extra_key, ids = data.draw(st.sampled_from(list(self.contents.known)), "beginning")
             ids = ids[: data.draw(st.integers(0, len(ids)), "cut")]
             return [*ids, *data.draw(st.lists(TOKENS, max_size=5), "more")], extra_key
         keys = st.sampled_from([None, None, "a", 1])
         return data.draw(st.lists(TOKENS, max_size=12), "ids"), data.draw(keys, "extra key")
 
-    def beginnings(self, ids, extra_key):
-        """The keys of all whole pages of `ids`."""
-        ends = range(self.size, len(ids) + 1, self.size)
-        return [(extra_key, tuple(ids[:end])) for end in ends]
-
-    def expected(self, ids, extra_key):
-        pages = []
-        for beginning in self.beginnings(ids, extra_key):
-            if beginning not in self.known:
-                break
-            pages.append(self.known[beginning])
-        return pages
-
     @rule(data=st.data())
     def match(self, data):
-        ids, extra_key = self.prompt(data)
-        pages, node = self.tree.match(ids, extra_key)
-        assert pages == self.expected(ids, extra_key)
-        assert node.pages == pages[len(pages) - len(node.pages) :]
+        self.contents.match(*self.prompt(data))
 
     @rule(data=st.data())
     def insert(self, data):
-        ids, extra_key = self.prompt(data)
-        names = self.beginnings(ids, extra_key)
-        pages = list(range(self.next_page, self.next_page + len(names)))
-        self.next_page += len(names)
-        there = len(self.expected(ids, extra_key))
-        assert self.tree.insert(ids, pages, extra_key) == there * self.size
-        self.known.update(zip(names[there:], pages[there:], strict=True))
+        self.contents.insert(*self.prompt(data))
 
     @rule(data=st.data())
     def lock(self, data):
-        ids, extra_key = self.prompt(data)
-        pages, node = self.tree.match(ids, extra_key)
-        self.tree.lock(node)
-        self.locked.append((extra_key, tuple(ids[: len(pages) * self.size]), node))
+        self.contents.lock(*self.prompt(data))
 
-    @precondition(lambda self: self.locked)
+    @precondition(lambda self: self.contents.locked)
     @rule(data=st.data())
     def unlock(self, data):
-        entry = data.draw(st.sampled_from(self.locked), "locked")
-        self.locked.remove(entry)
-        self.tree.unlock(entry[2])
+        self.contents.unlock(data.draw(st.integers(0, len(self.contents.locked) - 1), "locked"))
 
     @rule(n=st.integers(0, 6))
     def evict(self, n):
-        could = self.tree.num_evictable
-        leaves = {leaf.pages[-1]: leaf.last_used for leaf in self.tree.nodes() if not leaf.children}
-        gone = self.tree.evict(n)
-        assert min(n, could) <= len(gone) <= could and len(set(gone)) == len(gone)
-        self.known = {name: page for name, page in self.known.items() if page not in gone}
-        first = [leaves[page] for page in gone if page in leaves]
-        assert first == sorted(first), "a leaf that was used later went before one used earlier"
+        self.contents.evict(n)
 
     @invariant()
     def all_holds(self):
-        if not hasattr(self, "tree"):
-            return
-        self.tree.check_invariants()
-        assert self.tree.num_pages == len(self.known)
-        needed = {
-            beginning for key, ids, _ in self.locked for beginning in self.beginnings(ids, key)
-        }  # by a running request
-        assert needed <= self.known.keys(), "a locked page was evicted"
-        assert self.tree.num_evictable <= len(self.known) - len(needed)
-        for key, ids in self.known:
-            assert key is None or ids, (key, ids)
-            assert len(ids) == self.size or (key, ids[: -self.size]) in self.known, "a page lost its parent"
+        if hasattr(self, "contents"):
+            self.contents.check()
 
 
 TestTreeOperations = TreeOperations.TestCase
 TestTreeOperations.settings = settings(max_examples=100, stateful_step_count=40)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_many_operations_on_a_tree(size):
+    """3,000 operations: locks and evictions on a tree that is never empty for long."""
+    chance = random.Random(size)
+    contents = Beginnings(size)
+    for _ in range(3_000):
+        ids = [chance.choice([0, 0, 0, 1]) for _ in range(chance.randrange(8 * size))]
+        extra_key = chance.choice([None, None, "a"])
+        kind = chance.choice(["insert", "insert", "match", "lock", "unlock", "evict"])
+        if kind == "evict":
+            contents.evict(chance.randrange(5))
+        elif kind != "unlock":
+            getattr(contents, kind)(ids, extra_key)
+        elif contents.locked:
+            contents.unlock(chance.randrange(len(contents.locked)))
+        contents.check()
 
 
 @pytest.mark.parametrize("hasher", ["SHA-256", "many collide"])

@@ -123,6 +123,15 @@ def test_locked_nodes_and_all_above_them_stay(tree):
     assert tree.num_evictable == 2 and tree.evict(3) == [11, 10]
 
 
+def test_a_locked_node_stays_when_all_below_it_went(tree):
+    node = tree.match([1, 2])[1]
+    tree.lock(node)
+    assert tree.evict(3) == [11, 12]
+    assert tree.match([1, 2, 3, 4])[0] == [10] and tree.evict(1) == []
+    tree.unlock(node)
+    assert tree.evict(1) == [10]
+
+
 def test_a_split_keeps_the_lock_on_both_parts():
     tree = RadixTree(page_size=1)
     tree.insert([1, 2, 3, 4], [0, 1, 2, 3])
