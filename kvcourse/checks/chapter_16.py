@@ -97,7 +97,7 @@ def needs_block(run: Run) -> str | None:
     for rule, name in (
         (
             lambda p, size: (p + 1) % size == 0,
-            "that is when a block has just become full: only the next token needs a block, as the very first does",
+            "that is when a block has just become full: the next token needs a block, and the very first",
         ),
         (
             lambda p, size: p == 0 or (p + 1) % size == 0,

@@ -545,9 +545,9 @@ def busy_text(data):
     """Requests at once, and what the memory holds while somebody waits."""
     policy, shares = data["policy"], data["shares"]
     others = ", ".join(f"{_SHORT[p]} {data['at_once'][p]:.1f}" for p in POLICIES if p != policy)
-    words = POLICIES[policy] + (f", blocks of {data['block']}" if policy == "paged" else "")
+    words = POLICIES[policy] + (f", blocks of {data['block']:,}" if policy == "paged" else "")
     wasted = [
-        f"{100 * shares[kind]:.1f} % {KINDS.get(own, 'free')}"
+        f"{100 * shares[kind]:.1f} % {'gaps' if own == 'gap' else KINDS.get(own, 'free')}"
         for kind, own in list(zip(SHARE_NAMES, _KIND_OF, strict=True))[1:]
         if shares[kind] >= 0.0005
     ]
@@ -557,7 +557,7 @@ def busy_text(data):
         f"{100 * shares['held']:.1f} % hold a token; {', '.join(wasted)}."
     )
     if not data["waits"]:
-        text = text.replace("While somebody waits", f"All {REQUESTS} fit, nobody waits")
+        text = text.replace("While somebody waits,", f"All {REQUESTS} fit and nobody waits:")
     if policy == "paged" and data["put_back"]:
         text += f" {data['put_back']} times a running request had to give its blocks back."
     return text
