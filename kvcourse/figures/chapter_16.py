@@ -13,7 +13,7 @@ import functools
 from dataclasses import dataclass, field
 
 from kvcourse.figures import template as look
-from kvcourse.paging import allocation
+from kvcourse.paging import lognormal_workload, simulate_arrivals
 
 SLOTS = 40
 LONGEST = 16  # prompt and answer together, the limit of this model
@@ -486,8 +486,8 @@ def busy(prompt, answer, memory, block, policy):
 
 @functools.lru_cache(maxsize=64)
 def _simulated(prompt, answer, memory, block, policy):
-    prompts, answers = allocation.lognormal_workload(REQUESTS, 16, prompt, answer)
-    return allocation.simulate_arrivals(
+    prompts, answers = lognormal_workload(REQUESTS, 16, prompt, answer)
+    return simulate_arrivals(
         [0] * REQUESTS, prompts, answers, policy, memory, block_size=block, sample_every=50, maps=True
     )
 

@@ -5,16 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from kvcourse.paging import allocation
-from kvcourse.paging.allocation import (
-    KINDS,
-    POLICIES,
-    lognormal_workload,
-    poisson_arrivals,
-    reserved_slots,
-    simulate_allocation,
-    simulate_arrivals,
-)
+from kvcourse.paging.allocation import POLICIES, lognormal_workload, reserved_slots, simulate_allocation
+from kvcourse.paging.arrivals import KINDS, poisson_arrivals, simulate_arrivals
 
 COLUMNS = ("held", "later", "never", "rounding", "gaps", "free")
 
@@ -426,4 +418,3 @@ def test_kinds_are_named_in_the_order_of_the_columns():
     assert [name.removesuffix("s") for name in COLUMNS] == list(KINDS)
     found = simulate_arrivals([0], [1], [1], "paged", 100)
     assert list(found.shares()) == list(KINDS) and sum(found.shares().values()) == pytest.approx(1)
-    assert allocation.POLICIES == POLICIES

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcourse as kv
-from kvcourse import checks, ops, paths
+from kvcourse import checks, ops, paging, paths
 from kvcourse.figures import chapter_16 as figures
-from kvcourse.paging import allocation
 from kvcourse.widgets import chapter_16 as widgets
 
 NOTEBOOK = paths.chapters_dir() / "16_paged_allocation.ipynb"
@@ -91,14 +90,12 @@ def test_the_plain_pool_is_the_packages(tiny, plain, passes, forked, seed):
 @pytest.mark.parametrize("policy", ["reserve_max", "reserve_answer", "paged"])
 def test_the_page_counts_slots_as_the_package_does(policy):
     names = page("plain-allocation")
-    prompt, answer = allocation.lognormal_workload(300, seed=5)
-    assert names["at_the_end"](policy, prompt, answer) == allocation.simulate_allocation(
-        prompt, answer, policy
-    )
+    prompt, answer = paging.lognormal_workload(300, seed=5)
+    assert names["at_the_end"](policy, prompt, answer) == paging.simulate_allocation(prompt, answer, policy)
     life = next(cell for cell in _cells() if "plain-allocation-life" in cell["metadata"].get("tags", []))
     exec("".join(life["source"]).split("\n\n\n")[0], names)
     held, occupied = np.array([names["life"](policy, p, a) for p, a in zip(prompt, answer, strict=True)]).T
-    over = allocation.simulate_allocation(prompt, answer, policy, over="life")
+    over = paging.simulate_allocation(prompt, answer, policy, over="life")
     assert held.sum() / occupied.sum() == pytest.approx(over, abs=1e-12)
 
 
@@ -238,10 +235,8 @@ def test_panels_answer_in_100_ms_at_their_extremes():
 def test_the_main_panel_shows_the_packages_figures():
     panel = widgets.server_panel()
     text = panel.set(policy="paged", memory=16384)
-    prompts, answers = allocation.lognormal_workload(figures.REQUESTS, 16)
-    run = allocation.simulate_arrivals(
-        [0] * figures.REQUESTS, prompts, answers, "paged", 16384, sample_every=50
-    )
+    prompts, answers = paging.lognormal_workload(figures.REQUESTS, 16)
+    run = paging.simulate_arrivals([0] * figures.REQUESTS, prompts, answers, "paged", 16384, sample_every=50)
     assert f"on average {run.mean('running'):.1f} requests at once" in text
     assert f"{100 * run.shares()['held']:.1f} % hold a token" in text
     names = [trace.name for trace in panel.figure.data]
@@ -275,7 +270,7 @@ def test_the_recorded_table_has_a_line_for_each_policy():
 ])  # fmt: skip
 def test_claim_52_holds_for_ten_draws(policy, blog, within):
     for seed in range(10):
-        share = allocation.simulate_allocation(*allocation.lognormal_workload(2000, seed), policy)
+        share = paging.simulate_allocation(*paging.lognormal_workload(2000, seed), policy)
         assert abs(100 * share - blog) < within
 
 
