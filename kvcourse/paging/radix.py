@@ -20,8 +20,8 @@ still the same where both evict page by page in the same order, which takes all 
 Other differences: `match` makes what it meets the newest, also the rest of a node that agrees in its first
 page only, and splits nodes, while `BlockManager.lookup` changes nothing; the manager can find an answer's
 blocks while the answer is still being written, SGLang inserts an answer when it is finished; the tree
-compares tokens and has no collisions; SGLang's page is one token unless told otherwise, so that 1,800 equal
-tokens are 1,800 reused, where blocks of 16 reuse 1,792.
+compares tokens and has no collisions; SGLang's page is one token (`--page-size`, unless an attention kernel
+needs larger ones), so that 1,800 equal tokens are 1,800 reused, where blocks of 16 reuse 1,792.
 """
 
 import heapq
