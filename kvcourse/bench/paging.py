@@ -13,8 +13,11 @@ The recorded run's `results`:
     timing      {name: {seconds (the fastest call), median, calls, why (disturbed, or ""), …}}, and date, cpu.
                 Those of a trace have hits, and so has "the same rules with an OrderedDict", the same number.
                 Blocks: of the manager's three operations together, seconds ÷ blocks is the time of one
-    replay      {trace: {requests, references, names, runs: {policy: [{capacity (null: no limit), hits,
-                evictions}]}}}: `paging.replay` on block names as they are
+    replay      {trace: {requests, references, names, once (names asked for once), beginnings (different
+                first blocks), quarters (references of each quarter of the requests), runs: {policy:
+                [{capacity (null: no limit), hits, evictions, quarters (hits of each)}]}, foresight and
+                head_first: [{capacity, hits}]}}: `paging.replay` on block names as they are, and the two
+                functions of those names below
     allocation  {workload: {requests, prompt_tokens, answer_tokens, max_seq_len, max_answer, block_size,
                 memory_slots, step_seconds, policies: {policy: {end, life (shares of memory that hold
                 tokens), as_they_came, all_at_once}}}}. The last two are runs of `simulate_arrivals`:
@@ -24,13 +27,15 @@ The recorded run's `results`:
                 waiting, and slots: held, later, never, rounding, gaps, free}
 """
 
+import heapq
 import json
+import math
 import os
 import platform
 import re
 import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,13 +46,8 @@ from kvcourse import measure
 from kvcourse.bench import numpy_gpt2
 from kvcourse.cli import CommandError
 from kvcourse.paging import BlockManager, block_hashes, replay, traces
-from kvcourse.paging.allocation import (
-    POLICIES,
-    lognormal_workload,
-    poisson_arrivals,
-    simulate_allocation,
-    simulate_arrivals,
-)
+from kvcourse.paging.allocation import POLICIES, lognormal_workload, simulate_allocation
+from kvcourse.paging.arrivals import poisson_arrivals, simulate_arrivals
 from kvcourse.paging.replay import POLICIES as EVICTION
 
 KIND = "paging"
@@ -150,7 +150,8 @@ def _read(path):
 def _write(path, run):
     """As JSON with short lists and records on one line, under a temporary name until it is whole."""
     text = json.dumps(run, indent=1, ensure_ascii=False)
-    text = re.sub(r"\[[-\d.,\s]*\]|\{[^{}\[\]]{,400}\}", lambda m: re.sub(r"\s*\n\s*", " ", m[0]), text)
+    for short in (r"\[[-\d.,\s]*\]|\{[^{}\[\]]{,400}\}", r"\{[^{}]{,150}\}"):
+        text = re.sub(short, lambda m: re.sub(r"\s*\n\s*", " ", m[0]), text)
     part = path.with_name(path.name + ".part")
     part.write_text(text + "\n", encoding="utf-8")
     os.replace(part, path)
@@ -165,9 +166,10 @@ def table(run):
         lines += [_timing_line(name, t) for name, t in results["timing"]["calls"].items()]
     for name, found in results.get("replay", {}).items():
         lines += ["", f"{name}: {found['references']:,} references, hits by capacity"]
-        for policy, runs in found["runs"].items():
+        others = {name: found[name] for name in ("foresight", "head_first")}
+        for policy, runs in (found["runs"] | others).items():
             cells = [f"{_capacity(r['capacity'])}: {r['hits']:,}" for r in runs]
-            lines.append(f"  {policy:8}" + "  ".join(cells))
+            lines.append(f"  {policy:12}" + "  ".join(cells))
     for name, found in results.get("allocation", {}).items():
         lines += ["", f"{name}: {found['requests']:,} requests, {found['memory_slots']:,} slots"]
         for policy, p in found["policies"].items():
@@ -297,21 +299,22 @@ class Bench:
         for name, requests in self.traces.items():
             if not requests[0].hash_ids:
                 continue
-            ids = [request.hash_ids for request in requests]
-            found[name] = {
-                "requests": len(ids),
-                "references": sum(map(len, ids)),
-                "names": len(set().union(*ids)),
-                "runs": {
-                    policy: [self._replayed(ids, c, policy) for c in self.sizes.capacities]
-                    for policy in EVICTION
-                },
+            ids, capacities = [request.hash_ids for request in requests], self.sizes.capacities
+            found[name] = described(ids) | {
+                "runs": {p: [self._replayed(ids, c, p) for c in capacities] for p in EVICTION},
+                "foresight": [{"capacity": c, "hits": foresight(ids, c)} for c in capacities],
+                "head_first": [{"capacity": c, "hits": head_first(ids, c)} for c in capacities],
             }
         return found
 
     def _replayed(self, ids, capacity, policy):
         result = replay(ids, capacity, policy)
-        return {"capacity": capacity, "hits": result.hits, "evictions": result.evictions}
+        return {
+            "capacity": capacity,
+            "hits": result.hits,
+            "evictions": result.evictions,
+            "quarters": quarters(result.by_request),
+        }
 
     def allocation(self):
         """Every allocation policy on the log-normal workload and on the traces that have lengths only."""
@@ -356,6 +359,25 @@ class Bench:
             return poisson_arrivals(self.sizes.lognormal, self.sizes.per_step), *lengths
         times, prompts, answers, _ = zip(*self.traces[name], strict=True)
         return np.array(times) / STEP_SECONDS, np.array(prompts), np.array(answers)
+
+
+def described(ids):
+    """What a trace of lists of block names asks for, in numbers."""
+    uses = Counter(name for names in ids for name in names)
+    return {
+        "requests": len(ids),
+        "references": uses.total(),
+        "names": len(uses),
+        "once": sum(times == 1 for times in uses.values()),
+        "beginnings": len({names[0] for names in ids if names}),
+        "quarters": quarters([len(names) for names in ids]),
+    }
+
+
+def quarters(counts):
+    """Four sums: over the first, second, third and last quarter of a list with a count for each request."""
+    cuts = [i * len(counts) // 4 for i in range(5)]
+    return [sum(counts[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
 
 
 SECTIONS = {"timing": Bench.timing, "replay": Bench.replay, "allocation": Bench.allocation}
@@ -440,4 +462,57 @@ def through_dict(requests, capacity):
                 del free[first]
                 table[i] = first
         free.update(zip(reversed(table), reversed(ids), strict=True))  # the last one goes first
+    return hits
+
+
+# --- what no server does -------------------------------------------------------------------
+
+
+def foresight(requests, capacity):
+    """Hits of the rule that knows the future: evict the block whose next use lies farthest away.
+
+    requests  lists of block names from the front; capacity  in blocks, None: no limit
+
+    No rule with as many blocks finds more (L. A. Belady, "A study of replacement algorithms for a
+    virtual-storage computer", IBM Systems Journal 5(2), 1966: the rule MIN). Of two blocks with the same
+    next use the one farther back in its request goes, so that what is left of a chain can be found. Counts
+    and evicts as `paging.replay` does: after a whole request.
+    """
+    uses = next_uses(requests)
+    held, farthest, hits = {}, [], 0  # name: its rank; a heap of ranks, of which the outdated are skipped
+    for names, following in zip(requests, uses, strict=True):
+        hits += next((i for i, name in enumerate(names) if name not in held), len(names))
+        for place, (name, use) in enumerate(zip(names, following, strict=True)):
+            held[name] = rank = (-use, -place, name)
+            heapq.heappush(farthest, rank)
+        while capacity is not None and len(held) > capacity:
+            rank = heapq.heappop(farthest)
+            if held.get(rank[-1]) == rank:
+                del held[rank[-1]]
+    return hits
+
+
+def next_uses(requests):
+    """For each name of each request the number of the next request that asks for it, or infinity."""
+    later, uses = {}, []
+    for number in range(len(requests) - 1, -1, -1):
+        uses.append([later.get(name, math.inf) for name in requests[number]])
+        later.update(dict.fromkeys(requests[number], number))
+    return uses[::-1]
+
+
+def head_first(requests, capacity):
+    """Hits of LRU with a bug: a request's blocks become the newest from the first to the last.
+
+    So a chain's first block is evicted before its tail, which then nobody can find. Otherwise as
+    `paging.replay`. capacity  in blocks, None: no limit
+    """
+    held, hits = OrderedDict(), 0
+    for names in requests:
+        hits += next((i for i, name in enumerate(names) if name not in held), len(names))
+        for name in names:
+            held[name] = None
+            held.move_to_end(name)
+        while capacity is not None and len(held) > capacity:
+            held.popitem(last=False)
     return hits

@@ -1,6 +1,7 @@
 """`kvcourse bench paging`: a small run by hand, its peer, and the recorded run computed again."""
 
 import argparse
+import itertools
 import json
 import random
 
@@ -10,7 +11,8 @@ import pytest
 from kvcourse import cli, measure
 from kvcourse.bench import paging
 from kvcourse.paging import traces
-from kvcourse.paging.allocation import KINDS, POLICIES, simulate_arrivals
+from kvcourse.paging.allocation import POLICIES
+from kvcourse.paging.arrivals import KINDS, simulate_arrivals
 from kvcourse.paging.traces import Request
 
 SMALL = paging.Sizes(
@@ -34,10 +36,15 @@ def test_a_small_run_by_hand(small):
     found = small.results["replay"]["mooncake-conversation"]
     assert (found["requests"], found["references"], found["names"]) == (3, 9, 4)
     # No limit: 0, then 1 2, then 1 2 3. Of 3 blocks, LRU: after each request exactly its own are there.
+    # Quarters of three requests: none, then one in each.
     assert found["runs"]["lru"] == [
-        {"capacity": None, "hits": 5, "evictions": 0},
-        {"capacity": 3, "hits": 4, "evictions": 2},
+        {"capacity": None, "hits": 5, "evictions": 0, "quarters": [0, 0, 2, 3]},
+        {"capacity": 3, "hits": 4, "evictions": 2, "quarters": [0, 0, 2, 2]},
     ]
+    assert (found["once"], found["beginnings"], found["quarters"]) == (1, 1, [0, 3, 3, 3])
+    # With foresight 4, which nobody asks for again, makes room, and 3 is there when it is asked for.
+    assert found["foresight"] == [{"capacity": None, "hits": 5}, {"capacity": 3, "hits": 5}]
+    assert found["head_first"] == [{"capacity": None, "hits": 5}, {"capacity": 3, "hits": 4}]
     assert list(small.results["replay"]) == ["mooncake-conversation"]  # the other one names no blocks
     calls = small.results["timing"]["calls"]
     # The manager computes the last block each time: 0, 2, 2.
@@ -60,6 +67,32 @@ def test_a_summary_and_a_curve_are_those_of_the_run():
     assert list(found["shares"]) == list(KINDS)
     curve = paging.curve(run, 2)
     assert curve["steps"] == [0, 2, 4, 5] and curve["held"] == [4, 8, 3, 0]
+
+
+def test_foresight_by_trying_every_choice():
+    """On short traces: the most that any choice of blocks to keep after each request can find."""
+
+    def most(requests, capacity, held=frozenset()):
+        if not requests:
+            return 0
+        hits = next((i for i, name in enumerate(requests[0]) if name not in held), len(requests[0]))
+        there = held | set(requests[0])
+        choices = itertools.combinations(there, min(capacity, len(there)))
+        return hits + max(most(requests[1:], capacity, frozenset(kept)) for kept in choices)
+
+    for seed in range(20):
+        draw = random.Random(seed)
+        # A name stands for its block and all before it: the paths of a tree with two branches a node.
+        requests = [[f"{path:03b}"[:length] for length in range(1, draw.randrange(2, 5))]
+                    for path in (draw.randrange(8) for _ in range(5))]  # fmt: skip
+        for capacity in (1, 2, 4):
+            assert paging.foresight(requests, capacity) == most(requests, capacity)
+
+
+def test_head_first_loses_a_chain_by_its_head():
+    requests = [(1, 2, 3), (9,), (1, 2, 3)]
+    assert paging.head_first(requests, 3) == 0  # 9 took the place of 1
+    assert paging.replay(requests, 3).hits == 2  # tail first: of 3
 
 
 def test_the_peer_finds_what_the_manager_finds():
@@ -153,8 +186,13 @@ def test_the_recorded_run_has_the_golden_figures(recorded):
     """Of 288,500 references of Mooncake's conversation trace, counted beforehand and not with this code."""
     lru = {r["capacity"]: r["hits"] for r in recorded["replay"]["mooncake-conversation"]["runs"]["lru"]}
     assert (lru[None], lru[10_000], lru[1000]) == (105_710, 61_046, 12_847)
-    for policy, runs in recorded["replay"]["mooncake-conversation"]["runs"].items():
-        assert [r["capacity"] for r in runs] == [None, 1000, 3000, 10_000, 30_000, 50_000], policy
+    for found in recorded["replay"].values():
+        rows = found["runs"] | {"foresight": found["foresight"], "head_first": found["head_first"]}
+        for name, runs in rows.items():
+            assert [r["capacity"] for r in runs] == [None, 1000, 3000, 10_000, 30_000, 50_000], name
+        for runs in found["runs"].values():
+            assert all(sum(r["quarters"]) == r["hits"] for r in runs)
+        assert sum(found["quarters"]) == found["references"]
 
 
 def test_the_recorded_manager_and_its_peer_found_the_same(recorded):
@@ -181,6 +219,15 @@ def test_recorded_replays_can_be_computed_again(recorded, trace, policy, capacit
     stored = {run["capacity"]: run for run in recorded["replay"][trace]["runs"][policy]}
     for capacity in capacities:
         assert paging.Bench({})._replayed(ids, capacity, policy) == stored[capacity]
+
+
+@pytest.mark.parametrize("trace", ["mooncake-conversation", "mooncake-synthetic"])
+def test_recorded_foresight_and_head_first_can_be_computed_again(recorded, trace):
+    ids, stored = [request.hash_ids for request in bench_on(trace).traces[trace]], recorded["replay"][trace]
+    assert paging.described(ids) == {key: stored[key] for key in paging.described(ids)}
+    for name, capacity in (("foresight", 3000), ("foresight", None), ("head_first", 3000)):
+        found = {"capacity": capacity, "hits": getattr(paging, name)(ids, capacity)}
+        assert found in stored[name]
 
 
 def test_recorded_hits_of_the_manager_can_be_computed_again(recorded):
