@@ -38,6 +38,7 @@ import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -377,7 +378,7 @@ def described(ids):
 def quarters(counts):
     """Four sums: over the first, second, third and last quarter of a list with a count for each request."""
     cuts = [i * len(counts) // 4 for i in range(5)]
-    return [sum(counts[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    return [sum(counts[start:stop]) for start, stop in pairwise(cuts)]
 
 
 SECTIONS = {"timing": Bench.timing, "replay": Bench.replay, "allocation": Bench.allocation}

@@ -124,7 +124,8 @@ def test_a_run_is_kept_read_again_and_names_no_folder(small, tmp_path):
     text = paging.table(run)
     assert "mooncake-conversation: 9 references" in text and "no limit: 5  3: 4" in text
     calls = run["results"]["timing"]["calls"]
-    calls["block_hashes of 64 tokens"]["why"] = "other programs"
+    for name, timed in calls.items():  # whatever disturbed this run itself
+        timed["why"] = "other programs" if name == "block_hashes of 64 tokens" else ""
     assert "at block_hashes of 64 tokens other programs" in paging.table(run)
 
 
