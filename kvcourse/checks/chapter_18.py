@@ -45,6 +45,9 @@ def _mistake(got, ids, size, salt, adapter):
             "the names are whole numbers: Python's hash() differs from process to process for a salt, and "
             "anybody can find two prompts with the same one. Use block_hash"
         )
+    other = next((name for name in got if not isinstance(name, bytes)), b"")
+    if not isinstance(other, bytes):
+        return f"a name is {short(other)}: give the 32 bytes of block_hash as they are"
     if got == want:
         return None
     full = len(ids) // size
@@ -59,7 +62,8 @@ def _mistake(got, ids, size, salt, adapter):
             return mistake
     block = next(i for i in range(full) if got[i] != want[i])
     return (
-        f"block {block} has another name than block_hash gives for its parent, its {size} tokens and its salt"
+        f"block {block} has another name than block_hash gives for its parent (block 0: None), its "
+        f"{size} tokens, its salt and its adapter"
     )
 
 
@@ -67,10 +71,10 @@ def _known(ids, size, salt, adapter):
     """Names that a known mistake gives, and the line that tells it."""
     blocks = [ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
 
-    def chain(parent=lambda names: names[-1], salted=lambda i: i == 0, adapted=lambda i: True):
+    def chain(parent=lambda names: names[-1], salted=lambda i: i == 0, adapted=lambda i: True, root=None):
         names = []
         for i, tokens in enumerate(blocks):
-            before = parent(names) if names else None
+            before = parent(names) if names else root
             names.append(
                 block_hash(before, tokens, salt if salted(i) else None, adapter if adapted(i) else None)
             )
@@ -81,6 +85,7 @@ def _known(ids, size, salt, adapter):
         "the parent is left out: a block's name must stand for everything before it, or two prompts that "
         "meet in the middle get each other's rows",
     )
+    yield chain(root=b""), 'block 0 has b"" as its parent: nothing stands before it, so give None'
     yield (
         chain(parent=lambda names: names[0]),
         "every block has block 0 as its parent: the parent is the block just before",

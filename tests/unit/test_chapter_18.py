@@ -153,11 +153,11 @@ def test_printed_answers_by_hand():
         "Answer: 1,584 tokens.",  # 1,600 − 16
         "Answer: 16 tokens.",  # the space: 31 shared
         "Answer: 128 tokens.",  # 143 // 16 · 16
+        "Answer: 1,984 tokens.",  # the same salt: 2,000 − 16
         "Answer: 967.",  # 960 of a document, 7 of a question
         "Answer: 8 of 14 tokens.",
         "Answer: 12 of 29 tokens.",
         "Answer: 1 evicted.",
-        "Answer: 20 of the 40.",
         "Answer: 0 of 3,010 tokens.",
         "Answer: 896 tokens more.",
         "Answer: 6 prompts.",
@@ -165,7 +165,9 @@ def test_printed_answers_by_hand():
         "Answer: other logits, and no error.",
     ):
         assert answer in text, answer
-    assert text.count("Answer: 0 tokens.") == 5  # token 3, short, salt, adapter, paraphrase
+    assert text.count("Answer: 0 tokens.") == 4  # token 3, short, another salt, paraphrase
+    assert "370 blocks for one of 2 … 17 tokens" in text  # 5,937 − 2 ≥ 370 · 16 + 15, 5,937 − 17 = 370 · 16
+    assert "the same in all three: 2,810" in text  # 310 + 900 + 1,600
     assert (5937 - 1) // 16 == 371 and 5925 // 16 == 370
     assert 5937 - 370 * 16 == 17 and 5937 - 371 * 16 == 1 and 1800 // 16 * 16 == 1792
 
@@ -223,6 +225,8 @@ def test_claim_c58_explained_by_arithmetic():
     for share, theirs, tokens in zip(shares, figures.PUBLISHED_WORD.values(), (0.75, 0.5, 0.25), strict=True):
         assert tokens < share < theirs
     assert figures.work_left("gpt2", 100, 0) == 1
+    fixed = 0.09 / 14.35
+    assert [share + fixed * (1 - share) for share in shares] == pytest.approx([0.77, 0.53, 0.27], abs=0.005)
 
 
 def test_claim_c32_by_hand():
@@ -236,6 +240,9 @@ def test_claim_c32_by_hand():
     assert [int(n) for n in fits] == [19, 20, 38, 41, 76]
     assert 40 * 6000 * token == 125_829_120_000
     text = printed()
+    # 8 bits, the prompt on top of the 6,000: 500 tokens once, 6,000 for each, token / 2 bytes for one.
+    assert [int((room - 250 * token) / (3000 * token)) for room in (60e9, 64e9)] == [38, 40]
+    assert "on top of 6,000: into 60 GB 38, into 64 GB 40" in printed()
     for line in ("nothing                         125.8 GB               19", "57.8 GB               41"):
         assert line in text
 
@@ -308,6 +315,16 @@ def test_the_panels_counts_by_hand(panel):
     panel.set(timestamp_changes=True, user_changes=True)
 
 
+@pytest.mark.parametrize("place", range(1, 6))
+@pytest.mark.parametrize("part", list(figures.SIZES))
+def test_a_part_that_is_moved_goes_to_that_place(panel, part, place):
+    panel.set(**STANDARD)
+    panel.set(**{f"{part.split()[0]}_place": place})
+    order = [name for name, _, _ in panel.data["parts"]]
+    rest = [name for name in figures.SIZES if name != part]
+    assert order == [*rest[: place - 1], part, *rest[place - 1 :]]
+
+
 def test_the_saving_is_of_the_models_arithmetic(panel):
     panel.set(others=0, **STANDARD)
     llama = kv.catalogue()["llama-3.1-8b"]
@@ -344,11 +361,14 @@ def _seconds(panel, others):
 def test_published_figures_are_printed_as_theirs():
     lines = figures.published_table().split("\n")
     assert len(lines) == 6
-    assert lines[1].split()[-3:] == ["21", "ms", "4.5"] and lines[4].split()[-1] == "159.4"
-    drawn = figures.word_figure({0.25: 0.8, 0.5: 0.5, 0.75: 0.3})
+    assert lines[1].split()[-3:] == ["21", "ms", "4.5"] and lines[4].split()[-1] == "160"
+    assert [line.split()[-1] for line in lines[2:4]] == ["12", "1.0"] and lines[5].split()[-1] == "63"
+    work = {0.75: 0.29, 0.5: 0.56, 0.25: 0.79}
+    drawn = figures.word_figure({0.25: 0.8, 0.5: 0.5, 0.75: 0.3}, work)
     gray = [trace for trace in drawn.data if trace.line.dash == "dash"]
     assert [list(trace.y) for trace in gray] == [[0.78, 0.55, 0.28]]
-    assert "Apple M4" in gray[0].hovertemplate
+    assert "qwen2.5:3b on a laptop" in gray[0].hovertemplate
+    assert list(drawn.data[1].y) == [1, 0.79, 0.56, 0.29, 0]
     assert figures.word_text({0.5: 0.5, 0.25: 0.8}).endswith("0.80 at 25 %, 0.50 at 50 %.")
 
 

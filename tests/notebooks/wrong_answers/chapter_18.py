@@ -10,13 +10,14 @@ def _answer(
     name=block_hash,
     stop=lambda n, size: n - size + 1,
     first=lambda start, size: start,
+    root=None,
 ):
     """The right answer with one of its parts exchanged."""
 
     def block_names(token_ids, block_size, salt, adapter):
         names = []
         for i, start in enumerate(range(0, stop(len(token_ids), block_size), block_size)):
-            before = parent(names) if names else None
+            before = parent(names) if names else root
             tokens = token_ids[first(start, block_size) : start + block_size]
             names.append(name(before, tokens, salt if salted(i) else None, adapter if adapted(i) else None))
         return names
@@ -37,6 +38,8 @@ WRONG = {
         (_answer(parent=lambda names: None, first=lambda start, size: 0), "all tokens from the start"),
         (_answer(stop=lambda n, size: n - size), "names for"),
         (_answer(first=lambda start, size: start + 1), "has another name"),
+        (_answer(root=b""), 'block 0 has b"" as its parent'),
+        (lambda *given: [name.hex() for name in _answer()(*given)], "give the 32 bytes of block_hash"),
         (lambda ids, size, salt, adapter: tuple(_answer()(ids, size, salt, adapter)), "return a list"),
     ]
 }
