@@ -67,7 +67,10 @@ def _mistake(got, parts, best):
     if rates == sorted(rates):
         return f"{shown}. “What changes least goes first” forgets the sizes: a long part is worth more"
     if sizes == sorted(sizes, reverse=True):
-        return f"{shown}. “The longest goes first” forgets the changes: it spoils all that stands after it"
+        return (
+            f"{shown}. “The longest goes first” forgets the changes; tokens · (1 − probability), which may "
+            f"give the same order, forgets that a change spoils all that stands after it"
+        )
     if rates == sorted(rates, reverse=True):
         return f"{shown}. What changes most stands first: it is the wrong way round"
     return f"{shown}. Take two neighbors and ask what exchanging them gains and loses"

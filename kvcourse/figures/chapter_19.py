@@ -1,46 +1,30 @@
-"""Chapter 19, eviction and cost: a workload of conversations, a trace's counts, bills, and the figures.
+"""Chapter 19, eviction and cost: a workload of conversations, a trace's recorded counts, bills, the figures.
 
 Nothing here runs a model or looks at a clock.
 """
 
-import json
 import random
 from dataclasses import replace
 from itertools import accumulate, count
 
 import plotly.graph_objects as go
 
-from kvcourse import paths
+from kvcourse import measure
 from kvcourse.figures import template as look
 from kvcourse.sizing import prices
 
 POLICIES = {"lru": "LRU", "lfu": "LFU", "length": "length-aware"}
 FORESIGHT = "foresight"
 
-# What the recorded run of `kvcourse bench paging` does not count, on Mooncake's conversation trace (Qin et
-# al., FAST'25; Apache-2.0): 12,031 requests of one hour ask for 288,500 blocks. A test counts again where
-# the trace is at hand. Foresight is the page's function of that name.
-TRACE_FORESIGHT = {
-    1_000: 55_019,
-    3_000: 84_953,
-    10_000: 105_710,
-    30_000: 105_710,
-    50_000: 105_710,
-    None: 105_710,
+RULES = {
+    rules.name: rules
+    for rules in (
+        prices.OPENAI_5_MINUTES,
+        prices.OPENAI_30_MINUTES,
+        prices.ANTHROPIC_5_MINUTES,
+        prices.ANTHROPIC_1_HOUR,
+    )
 }
-# Hits at 10,000 blocks in each quarter of the requests, and the blocks that those ask for.
-TRACE_QUARTERS = {
-    "lru": [16_870, 15_032, 13_353, 15_791],
-    "lfu": [16_016, 9_621, 6_939, 5_428],
-    "length": [11_984, 7_336, 5_997, 5_342],
-}
-TRACE_QUARTER_ACCESSES = [80_954, 72_045, 66_328, 69_173]
-# LRU without `reversed`: each request's last block ends newest.
-TRACE_HEAD_FIRST = {1_000: 12_831, 10_000: 60_921}
-TRACE_ONCE = 138_646  # blocks that are asked for once
-TRACE_FIRST_BLOCK = 12_030  # hits on the block that all requests begin with
-
-RULES = {rules.name: rules for rules in (prices.OPENAI, prices.ANTHROPIC_5_MINUTES, prices.ANTHROPIC_1_HOUR)}
 GAPS = {
     "10 s": 10, "1 min": 60, "4 min": 240, "6 min": 360, "20 min": 1200, "50 min": 3000, "2 h": 7200,
 }  # fmt: skip
@@ -90,45 +74,57 @@ def policies_figure(capacities, rates, unlimited):
         x=0, xref="paper", xanchor="left", y=round(100 * unlimited, 1), yanchor="bottom", showarrow=False,
         text=f"without a limit {unlimited:.0%}", font={"size": look.TEXT_SIZE},
     )  # fmt: skip
+    figure.update_xaxes(tickvals=list(capacities), ticktext=[f"{n:,}" for n in capacities])
     figure.update_yaxes(range=[0, max(100 * unlimited * 1.15, 10)])
     return figure
 
 
-def policies_text(capacities, rates, unlimited):
-    """The sentence under it: the best policy without foresight at the smallest and at a middle capacity."""
+def policies_text(capacities, rates, unlimited, at):
+    """The sentence under it: what each policy finds, the best first, at the capacities `at`."""
     pieces = []
-    for place in (0, (len(capacities) - 1) // 2):
-        shares = {name: rates[policy][place] for policy, name in POLICIES.items()}
-        best = max(shares, key=shares.get)
-        others = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if name != best)
-        pieces.append(f"With {capacities[place]:,} blocks {best} finds {shares[best]:.1%}, {others}")
-    return f"{'. '.join(pieces)}. Without a limit {unlimited:.1%} would be found."
+    for capacity in at:
+        place = capacities.index(capacity)
+        ranked = sorted(rates, key=lambda policy: -rates[policy][place])
+        shares = ", ".join(f"{POLICIES.get(policy, policy)} {rates[policy][place]:.1%}" for policy in ranked)
+        pieces.append(f"{capacity:,} blocks: {shares}")
+    return f"Found with {'; with '.join(pieces)}; without a limit {unlimited:.1%}."
 
 
 def recorded_hits(trace):
-    """Hits of a public trace from the recorded run: {policy: {capacity: hits}}; what it asks for.
+    """What `kvcourse bench paging` counted on a public trace, from data/measurements.
 
-    trace  "mooncake-conversation", which comes with foresight, or "mooncake-synthetic"
+    trace  "mooncake-conversation" or "mooncake-synthetic" (Qin et al., FAST'25; Apache-2.0)
+    Returns {policy, "foresight" or "head_first": {capacity: hits}}, with accesses, requests, names, once and
+    beginnings as that command describes them, and quarters {policy: {capacity: hits in each quarter of the
+    requests}, "accesses": blocks that each quarter asks for}.
     """
-    path = min((paths.data_dir() / "measurements").glob("paging-*.json"))
-    run = json.loads(path.read_text(encoding="utf-8"))["results"]["replay"][trace]
-    hits = {policy: {row["capacity"]: row["hits"] for row in run["runs"][policy]} for policy in POLICIES}
-    if trace == "mooncake-conversation":
-        hits[FORESIGHT] = TRACE_FORESIGHT
-    return {**hits, "accesses": run["references"], "requests": run["requests"], "names": run["names"]}
+    run = measure.recorded_runs("paging")[-1].results["replay"][trace]
+    kinds = {**run["runs"], FORESIGHT: run["foresight"], "head_first": run["head_first"]}
+    quarters = {p: {row["capacity"]: row["quarters"] for row in rows} for p, rows in run["runs"].items()}
+    return {
+        **{kind: {row["capacity"]: row["hits"] for row in rows} for kind, rows in kinds.items()},
+        **{key: run[key] for key in ("requests", "names", "once", "beginnings")},
+        "accesses": run["references"],
+        "quarters": {**quarters, "accesses": run["quarters"]},
+    }
 
 
 def trace_text(hits):
-    """One line on the conversation trace: how many requests ask for how many blocks."""
+    """One line on a trace: how many requests ask for how many blocks."""
     each = hits["accesses"] / hits["requests"]
     return (
         f"{hits['requests']:,} requests ask for {hits['accesses']:,} blocks, {each:.0f} each on average; "
-        f"{hits['names']:,} different ones, {TRACE_ONCE:,} of them once"
+        f"{hits['names']:,} different ones, {hits['once']:,} of them once"
     )
 
 
-def _policies_of(hits):
-    return [policy for policy in (*POLICIES, FORESIGHT) if policy in hits]
+def quarters_table(hits, capacity):
+    """Shares that the policies find in each quarter of a trace's requests, as text, a row for each."""
+    rows = []
+    for policy, name in POLICIES.items():
+        pairs = zip(hits["quarters"][policy][capacity], hits["quarters"]["accesses"], strict=True)
+        rows.append(f"{name:>14}" + "".join(f"{found / asked:>7.1%}" for found, asked in pairs))
+    return "\n".join(rows)
 
 
 def trace_rates(hits):
@@ -136,14 +132,14 @@ def trace_rates(hits):
     capacities = sorted(capacity for capacity in hits["lru"] if capacity is not None)
     rates = {
         policy: [hits[policy][capacity] / hits["accesses"] for capacity in capacities]
-        for policy in _policies_of(hits)
+        for policy in (*POLICIES, FORESIGHT)
     }
     return capacities, rates, hits["lru"][None] / hits["accesses"]
 
 
 def trace_table(hits, capacities=None):
     """A trace's hits as text, a row for each capacity; None stands for no limit."""
-    policies = _policies_of(hits)
+    policies = (*POLICIES, FORESIGHT)
     names = [POLICIES.get(policy, policy) for policy in policies]
     lines = [f"{'blocks':>9}" + "".join(f"{name:>21}" for name in names)]
     for capacity in capacities or [*trace_rates(hits)[0], None]:
@@ -236,7 +232,11 @@ def bills_figure(data):
             "input, written",
             {"color": look.KEY, "pattern": WRITTEN},
         ),
-        ("read", "input, read from the cache", {"color": READ_COLOR}),
+        (
+            "read",
+            "input, read from the cache",
+            {"color": READ_COLOR, "line": {"color": look.INK, "width": 1}},
+        ),
     ):
         figure.add_trace(
             go.Bar(
@@ -262,11 +262,13 @@ def bills_figure(data):
 
 
 def bills_text(data):
-    """The sentence under it: the sum, against no caching, and the cheapest of the three rules."""
+    """The sentence under it: the sum, against no caching, and which rules cost less than that.
+
+    No vendor is compared with another: each one's tokens have a price of their own.
+    """
     paid, plain = data["with"][-1], data["without"][-1]
     ratio = paid / plain
-    cheapest = min(data["totals"], key=data["totals"].get)
-    best = data["totals"][cheapest]
+    cheaper = [f"{name} ({total:,.0f})" for name, total in data["totals"].items() if total < plain]
     verdict = f"{1 - ratio:.0%} less than" if ratio < 1 else f"{ratio - 1:.0%} more than"
     verdict = "as much as" if abs(ratio - 1) < 0.005 else verdict
     turns = "1 turn" if data["turns"] == 1 else f"{data['turns']} turns, one every {data['gap']}"
@@ -275,9 +277,9 @@ def bills_text(data):
         f"{plain:,.0f} without caching; {data['tokens_read']:,} of {data['tokens_prompt']:,} input tokens "
         f"are read. "
     )
-    if best >= plain:
-        return text + "None of the three rules is cheaper than no caching."
-    return text + f"Cheapest of the three: {cheapest}, {best:,.0f}."
+    if not cheaper:
+        return text + f"None of the {len(data['totals'])} rules costs less than no caching."
+    return text + f"Less than no caching: {'; '.join(cheaper)}."
 
 
 # --- the order of a prompt's parts ------------------------------------------------------------

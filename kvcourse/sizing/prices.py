@@ -45,12 +45,16 @@ class Rules:
                 raise ValueError(f"{field} is {getattr(self, field)}: give at least 1 token")
 
 
-# Cached tokens count from 1,024 on, in steps of 128; 50 to 90 % off by model; kept for 5 to 10 minutes after
-# the last use, one hour at most. (From the GPT-5.6 family on, writes cost 1.25 and live 30 minutes at least.)
-OPENAI = Rules(
-    "OpenAI, automatic", read=0.1, write=1.0, lifetime=300, step=128,
-    source="developers.openai.com/api/docs/guides/prompt-caching; OpenAI Cookbook, Prompt Caching 201",
-)  # fmt: skip
+# Of each document the cheapest read and the shortest lifetime. Before the GPT-5.6 family: cached tokens count
+# from 1,024 on, in steps of 128; 50 to 90 % off by model; typically kept for 5 to 10 minutes after the last
+# use, one hour at most (some models can be set to 24 hours). From it on writes cost 1.25 and live 30 minutes
+# at least.
+_OPENAI = {
+    "read": 0.1, "step": 128,
+    "source": "developers.openai.com/api/docs/guides/prompt-caching; OpenAI Cookbook, Prompt Caching 201",
+}  # fmt: skip
+OPENAI_5_MINUTES = Rules("OpenAI, 5 minutes", write=1.0, lifetime=300, **_OPENAI)
+OPENAI_30_MINUTES = Rules("OpenAI, 30 minutes", write=1.25, lifetime=1800, **_OPENAI)
 # The least length is 512 to 4,096 tokens by model; a read costs less on the newest models. Each use starts
 # the lifetime anew.
 _ANTHROPIC = {

@@ -7,7 +7,7 @@ from kvcourse.widgets.panel import Panel
 
 
 def bill_panel():
-    """What a conversation costs, turn by turn, under three vendors' rules."""
+    """What a conversation costs, turn by turn, under the rules of two vendors."""
     return Panel(
         "the bill of a conversation",
         {

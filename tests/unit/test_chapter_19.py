@@ -6,13 +6,14 @@ import json
 import math
 import random
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
 
 import kvcourse as kv
 from kvcourse import checks, ops, paths
+from kvcourse.bench import paging
 from kvcourse.figures import chapter_19 as figures
 from kvcourse.paging import traces
 from kvcourse.sizing import prices
@@ -43,7 +44,7 @@ def page():
     }  # fmt: skip
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
         tags = cell["metadata"].get("tags", [])
-        if {"conversations", "plain-replay", "plain-foresight"} & {*tags}:
+        if {"conversations", "plain-replay", "plain-foresight", "plain-head-first"} & {*tags}:
             exec("".join(cell["source"]), names)
     return names
 
@@ -89,62 +90,61 @@ def test_no_policy_beats_foresight(page):
 # --- the trace -----------------------------------------------------------------------------------
 
 
+def requests_of_the_trace():
+    if traces.find(TRACE) is None:
+        pytest.skip(f"the trace {TRACE} is not on this machine (KVCOURSE_TRACES)")
+    return [list(request.hash_ids) for request in traces.load(TRACE)]
+
+
+def test_the_page_counts_as_the_bench(page):
+    """So what the page says of its functions holds for the recorded counts."""
+    work = figures.conversations(150, 4)
+    for capacity in (4, 20, 100):
+        assert page["foresight"](work, capacity) == paging.foresight(work, capacity)
+        assert page["head_first"](work, capacity) == paging.head_first(work, capacity)
+
+
 def test_the_traces_counts_again(page):
-    if traces.find(TRACE) is None:
-        pytest.skip(f"the trace {TRACE} is not on this machine (KVCOURSE_TRACES)")
-    requests = [list(request.hash_ids) for request in traces.load(TRACE)]
-    quarter = len(requests) // 4
-    cuts = [slice(i * quarter, (i + 1) * quarter if i < 3 else None) for i in range(4)]
-    assert [sum(map(len, requests[cut])) for cut in cuts] == figures.TRACE_QUARTER_ACCESSES
-    recorded = figures.recorded_hits(TRACE)
+    """With the page's functions, not the bench's. The page's foresight sorts all blocks at each request,
+    so the smallest capacity only."""
+    requests, recorded = requests_of_the_trace(), figures.recorded_hits(TRACE)
     assert recorded["accesses"] == sum(map(len, requests))
-    for policy in figures.POLICIES:
-        assert kv.paging.replay(requests, 1000, policy).hits == recorded[policy][1000]
-        run = kv.paging.replay(requests, 10_000, policy)
-        assert run.hits == recorded[policy][10_000] == sum(figures.TRACE_QUARTERS[policy])
-        assert [sum(run.by_request[cut]) for cut in cuts] == figures.TRACE_QUARTERS[policy]
-    assert len({ids[0] for ids in requests}) == 1
-    assert figures.TRACE_FIRST_BLOCK == len(requests) - 1
-    for capacity, hits in figures.TRACE_HEAD_FIRST.items():
-        assert _head_first(requests, capacity) == hits
-    counts = _counts(requests)
-    assert len(counts) == recorded["names"]
-    assert figures.TRACE_ONCE == sum(count == 1 for count in counts.values())
+    assert page["replay"](requests, 1000) == recorded["lru"][1000]
+    assert page["head_first"](requests, 1000) == recorded["head_first"][1000]
+    assert page["foresight"](requests, 1000) == recorded["foresight"][1000]
+    uses = Counter(block for ids in requests for block in ids)
+    assert recorded["names"] == len(uses)
+    assert recorded["once"] == sum(count == 1 for count in uses.values())
+    assert recorded["beginnings"] == len({ids[0] for ids in requests})
 
 
-def test_foresight_on_the_trace(page):
-    if traces.find(TRACE) is None:
-        pytest.skip(f"the trace {TRACE} is not on this machine (KVCOURSE_TRACES)")
-    requests = [list(request.hash_ids) for request in traces.load(TRACE)]
-    # The page's function sorts all blocks at each request, so the smallest capacity only.
-    assert page["foresight"](requests, 1000) == figures.TRACE_FORESIGHT[1000]
-
-
-def _counts(requests):
-    counts = {}
-    for ids in requests:
-        for block in ids:
-            counts[block] = counts.get(block, 0) + 1
-    return counts
-
-
-def _head_first(trace, capacity):
-    held, hits = OrderedDict(), 0
-    for ids in trace:
-        hits += next((i for i, block in enumerate(ids) if block not in held), len(ids))
-        for block in ids:
-            held[block] = None
-            held.move_to_end(block)
-        while len(held) > capacity:
-            held.popitem(last=False)
-    return hits
+def test_the_traces_quarters_again():
+    requests, recorded = requests_of_the_trace(), figures.recorded_hits(TRACE)
+    cuts = [0, 3007, 6015, 9023, 12_031]
+    run = kv.paging.replay(requests, 10_000, "lfu").by_request
+    for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        assert recorded["quarters"]["lfu"][10_000][i] == sum(run[start:stop])
+        assert recorded["quarters"]["accesses"][i] == sum(map(len, requests[start:stop]))
 
 
 def test_golden_figures_of_the_record():
     recorded = figures.recorded_hits(TRACE)
     assert recorded["accesses"] == 288_500
     assert [recorded["lru"][n] for n in (None, 10_000, 1_000)] == [105_710, 61_046, 12_847]
-    assert set(recorded["foresight"]) == set(recorded["lru"])
+
+
+def test_the_words_on_the_trace_hold():
+    """Of chapter 19, rounds 1 and break it."""
+    hits = figures.recorded_hits(TRACE)
+
+    def order(capacity):
+        return sorted(figures.POLICIES, key=lambda policy: -hits[policy][capacity])
+
+    assert [order(n)[-1] for n in (1000, 3000)] == ["lru", "lru"]
+    assert [order(n)[0] for n in (1000, 3000)] == ["length", "lfu"]
+    assert [order(n)[0] for n in (10_000, 30_000, 50_000)] == ["lru"] * 3
+    assert 0.74 < hits["once"] / hits["names"] < 0.77  # three quarters
+    assert (hits["beginnings"], hits["requests"] - 1) == (1, 12_030)
 
 
 # --- printed numbers -------------------------------------------------------------------------------
@@ -206,9 +206,16 @@ def test_bills_by_hand():
     first, second = 2100 * 1.25 + 250, 2100 * 0.1 + 150 * 1.25 + 250
     assert data["with"] == pytest.approx([first, first + second])
     assert (data["tokens_read"], data["tokens_prompt"]) == (2100, 4350)
-    cheapest = min(data["totals"], key=data["totals"].get)
+    # OpenAI's rules keep multiples of 128: 2,048 of 2,100 and 2,176 of 2,250 tokens. An hour costs 5,210.
+    assert list(data["totals"].values()) == pytest.approx([
+        2350 + 204.8 + 202 + 250,
+        2048 * 1.25 + 52 + 250 + 204.8 + 128 * 1.25 + 74 + 250,
+        first + second,
+        2100 * 2 + 250 + 210 + 150 * 2 + 250,
+    ])  # fmt: skip
     assert figures.bills_text(data).endswith(
-        f"Cheapest of the three: {cheapest}, {data['totals'][cheapest]:,.0f}."
+        "Less than no caching: OpenAI, 5 minutes (3,007); OpenAI, 30 minutes (3,551); "
+        "Anthropic, 5 minutes (3,522)."
     )
 
 
@@ -263,7 +270,13 @@ def test_the_ends_of_all_controls():
 def test_the_panel_decides():
     panel = widgets.bill_panel()
     assert "21% more than" in panel.set(gap="6 min", rules="Anthropic, 5 minutes")
-    assert "None of the three" in panel.set(turns=1)
+    assert "OpenAI, 30 minutes (42,834); Anthropic, 1 hour (50,970)." in panel.set(gap="6 min")
+    assert "None of the 4 rules" in panel.set(turns=1)
+
+
+def test_the_sentence_on_policies():
+    text = figures.policies_text([10, 20], {"lru": [0.2, 0.25], "foresight": [0.3, 0.4]}, 0.5, at=[20])
+    assert text == "Found with 20 blocks: foresight 40.0%, LRU 25.0%; without a limit 50.0%."
 
 
 # --- the exercise ------------------------------------------------------------------------------------

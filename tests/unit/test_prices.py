@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from kvcourse.sizing import prices
-from kvcourse.sizing.prices import ANTHROPIC_1_HOUR, ANTHROPIC_5_MINUTES, OPENAI, Request, Usage
+from kvcourse.sizing.prices import (
+    ANTHROPIC_1_HOUR,
+    ANTHROPIC_5_MINUTES,
+    OPENAI_5_MINUTES,
+    OPENAI_30_MINUTES,
+    Request,
+    Usage,
+)
 
 BARE = prices.Rules("bare", read=0.25, write=1.0, lifetime=100, minimum=1, output=4.0)
 
@@ -95,13 +102,18 @@ def test_cost_by_hand():
     usage = Usage(read=100, written=40, plain=10, output=3)
     assert prices.cost(usage, ANTHROPIC_5_MINUTES) == pytest.approx(10 + 50 + 10 + 15)
     assert prices.cost(usage, ANTHROPIC_1_HOUR) == pytest.approx(10 + 80 + 10 + 15)
-    assert prices.cost(usage, OPENAI) == pytest.approx(10 + 40 + 10 + 15)
+    assert prices.cost(usage, OPENAI_5_MINUTES) == pytest.approx(10 + 40 + 10 + 15)
+    assert prices.cost(usage, OPENAI_30_MINUTES) == pytest.approx(10 + 50 + 10 + 15)
 
 
 def test_a_conversation_sends_everything_again():
     requests = prices.conversation(turns=3, prefix=6000, question=200, answer=300, gap=60)
     assert [r.at for r in requests] == [0, 60, 120] and {r.output for r in requests} == {300}
-    assert used(requests, OPENAI) == [(0, 6144, 56, 300), (6144, 512, 44, 300), (6656, 512, 32, 300)]
+    assert used(requests, OPENAI_5_MINUTES) == [
+        (0, 6144, 56, 300),
+        (6144, 512, 44, 300),
+        (6656, 512, 32, 300),
+    ]
     assert used(requests, ANTHROPIC_5_MINUTES) == [
         (0, 6200, 0, 300),
         (6200, 500, 0, 300),
@@ -110,7 +122,7 @@ def test_a_conversation_sends_everything_again():
 
 
 def test_caching_never_discounts_output():
-    for rules in (OPENAI, ANTHROPIC_5_MINUTES, ANTHROPIC_1_HOUR):
+    for rules in (OPENAI_5_MINUTES, OPENAI_30_MINUTES, ANTHROPIC_5_MINUTES, ANTHROPIC_1_HOUR):
         usage = Usage(0, 0, 0, 7)
         assert prices.cost(usage, rules) == prices.cost(usage) == 35
 
@@ -129,10 +141,10 @@ def test_fields_add_up():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: replace(OPENAI, read=-1), "read is -1"),
-        (lambda: replace(OPENAI, lifetime=-1), "lifetime is -1"),
-        (lambda: replace(OPENAI, step=0), "step is 0"),
-        (lambda: replace(OPENAI, minimum=0), "minimum is 0"),
+        (lambda: replace(OPENAI_5_MINUTES, read=-1), "read is -1"),
+        (lambda: replace(OPENAI_5_MINUTES, lifetime=-1), "lifetime is -1"),
+        (lambda: replace(OPENAI_5_MINUTES, step=0), "step is 0"),
+        (lambda: replace(OPENAI_5_MINUTES, minimum=0), "minimum is 0"),
         (lambda: prices.bill([request(5, "a:1"), request(4, "a:1")]), "in order of time"),
         (lambda: prices.bill([request(0, "a:-1")]), "fewer than 0"),
         (lambda: prices.bill([request(0, "a:1", marks=(2,))], ANTHROPIC_1_HOUR), "from 0 to 1"),
