@@ -52,9 +52,9 @@ class BlockManager:
     """Hands out `num_blocks` blocks of `block_size` tokens and remembers what full ones hold.
 
     prefix_caching  False: nothing is ever found again, every block is emptied when it is freed
-    hasher          what names a block: hasher(parent key, tokens, salt, adapter) → hashable; default
-                    `prefix.block_hash`. Two different blocks with one name are a miss, never a mix-up:
-                    tokens, parent, salt and adapter are compared.
+    hasher          what names a block: hasher(parent key, tokens, salt, adapter) → hashable, not None;
+                    default `prefix.block_hash`. Two different blocks with one name are a miss, never a
+                    mix-up: tokens, parent, salt and adapter are compared.
 
     Three rules make sharing safe:
     - a block becomes findable in `commit`, when its last token has been computed, and only if it is full;
@@ -66,13 +66,19 @@ class BlockManager:
     Free blocks wait in a queue and are taken from its front. `free` and `truncate` put a table's last
     block in first, so a chain loses its tail first, and what was used longest ago goes first (LRU).
 
-    Raises TypeError or ValueError for a size that is no whole number of at least 1.
+    A call that raises changes nothing, also when the hasher raised. An interrupt (Ctrl-C) that falls between
+    two lines of a method is not undone: blocks may then be lost. Make a new manager after one.
+
+    Raises TypeError or ValueError for a size that is no whole number of at least 1 and for a hasher that
+    cannot be called.
     """
 
     def __init__(self, num_blocks, block_size=16, prefix_caching=True, hasher=None):
         self.num_blocks = count(num_blocks, "num_blocks")
         self.block_size = count(block_size, "block_size")
         self.prefix_caching = prefix_caching
+        if not (hasher is None or callable(hasher)):
+            raise TypeError(f"hasher is {hasher!r}: give a function of (parent, tokens, salt, adapter)")
         self._hash = block_hash if hasher is None else hasher
         self._blocks = [Block(number) for number in range(self.num_blocks)]
         self._queue = FreeQueue(self._blocks)
@@ -136,7 +142,8 @@ class BlockManager:
 
         Blocks that they fill become findable. If equal content is findable already, that block takes
         the place of the sequence's own in its block table: read the table again after a commit.
-        Raises ValueError when there are no slots for them, TypeError or ValueError as `allocate`.
+        Raises ValueError when there are no slots for them, TypeError or ValueError as `allocate`, and what
+        the hasher raises.
         """
         self._check_alive(seq)
         ids = checked_ids(token_ids, unnamed=True)
@@ -146,10 +153,16 @@ class BlockManager:
         written = self._next_written(seq)
         if ids and written is not None and self._is_shared(written):
             raise ValueError(f"block {written.id} is shared: call append_slots() before writing to it")
+        before = seq.num_tokens
         seq.token_ids.extend(ids)
-        if self.prefix_caching:
-            while len(seq.keys) < seq.num_tokens // self.block_size and self._share(seq, len(seq.keys)):
-                pass
+        try:
+            names = self._new_names(seq)  # all of them before one counts: the hasher may raise
+        except BaseException:
+            del seq.token_ids[before:]
+            raise
+        for tokens, key in names:
+            if not self._share(seq, tokens, key):
+                break
 
     def truncate(self, seq, num_tokens):
         """Go back to `num_tokens` committed tokens; blocks that hold none of them are given back.
@@ -161,8 +174,9 @@ class BlockManager:
         if num_tokens > seq.num_tokens:
             raise ValueError(f"cannot go to {num_tokens} tokens: the sequence holds {seq.num_tokens}")
         kept = self._blocks_for(num_tokens)
-        self._release_all(seq.block_table[kept:])
+        given_back = seq.block_table[kept:]
         del seq.block_table[kept:], seq.token_ids[num_tokens:], seq.keys[num_tokens // self.block_size :]
+        self._release_all(given_back)
 
     def fork(self, seq):
         """A second Sequence with the same committed tokens in the same blocks. Costs no block.
@@ -193,11 +207,12 @@ class BlockManager:
     def slot_mapping(self, seq, start, stop):
         """Where the rows of tokens start … stop − 1 lie: a list of block × block_size + offset.
 
-        Raises ValueError for tokens that have no slot.
+        Raises ValueError for tokens that have no slot, TypeError for what is no whole number.
         """
         self._check_alive(seq)
+        start, stop = count(start, "start", least=0), count(stop, "stop", least=0)
         room = len(seq.block_table) * self.block_size
-        if not 0 <= start <= stop <= room:
+        if not start <= stop <= room:
             raise ValueError(f"no slots for tokens {start} … {stop}: there is room for 0 … {room}")
         size, table = self.block_size, seq.block_table
         return [table[position // size] * size + position % size for position in range(start, stop)]
@@ -218,12 +233,12 @@ class BlockManager:
         return sum(block.ref_count == 0 for block in self._shared.values())
 
     def ref_count(self, block):
-        """How many sequences hold the block."""
-        return self._blocks[block].ref_count
+        """How many sequences hold the block. Raises TypeError or ValueError for an id the pool lacks."""
+        return self._block(block).ref_count
 
     def is_findable(self, block):
-        """Whether the block's content can be found by a later prompt."""
-        return self._blocks[block].key is not None
+        """Whether the block's content can be found by a later prompt. Raises as `ref_count`."""
+        return self._block(block).key is not None
 
     def free_blocks(self):
         """Ids of the free blocks in the order in which they will be taken."""
@@ -258,6 +273,11 @@ class BlockManager:
 
     # --- inside -------------------------------------------------------------------------
 
+    def _block(self, number):
+        if count(number, "block", least=0) >= self.num_blocks:
+            raise ValueError(f"block is {number}: the pool has 0 … {self.num_blocks - 1}")
+        return self._blocks[number]
+
     def _blocks_for(self, num_tokens):
         return -(-num_tokens // self.block_size)
 
@@ -271,7 +291,7 @@ class BlockManager:
         found, key, parent = [], None, None
         for start in range(0, (len(ids) - 1) // self.block_size * self.block_size, self.block_size):
             content = tuple(ids[start : start + self.block_size]), parent, salt, adapter
-            key = self._hash(key, content[0], salt, adapter)
+            key = self._name(key, content[0], salt, adapter)
             block = self._shared.get(key)
             if block is None or block.content != content:
                 break
@@ -279,26 +299,43 @@ class BlockManager:
             parent, salt = block.id, None  # the salt is in the first block's name only
         return found
 
-    def _share(self, seq, i):
-        """Make the sequence's i-th block, just filled, findable. False if it cannot be."""
-        tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
-        if None in tokens:
-            return False
-        parent, parent_key, salt = None, None, seq.salt
-        if i:
-            parent, parent_key, salt = seq.block_table[i - 1], seq.keys[i - 1], None
+    def _name(self, parent, tokens, salt, adapter):
+        key = self._hash(parent, tokens, salt, adapter)
+        try:
+            if key is None:  # which says that a block is not shared
+                raise TypeError
+            hash(key)
+        except TypeError:
+            raise TypeError(f"the hasher gave {key!r}: it must give a name, hashable and not None") from None
+        return key
+
+    def _new_names(self, seq):
+        """(tokens, name) of each full block that is not shared yet, up to one with a token nobody named."""
+        names, key = [], seq.keys[-1] if seq.keys else None
+        full = seq.num_tokens // self.block_size if self.prefix_caching else 0
+        for i in range(len(seq.keys), full):
+            tokens = tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
+            if None in tokens:
+                break
+            key = self._name(key, tokens, None if i else seq.salt, seq.adapter)
+            names.append((tokens, key))
+        return names
+
+    def _share(self, seq, tokens, key):
+        """Make the sequence's next full block findable under its name. False if the name is taken."""
+        i = len(seq.keys)
+        parent, salt = (seq.block_table[i - 1], None) if i else (None, seq.salt)
         content = tokens, parent, salt, seq.adapter
-        key = self._hash(parent_key, tokens, salt, seq.adapter)
         own, first = self._blocks[seq.block_table[i]], self._shared.get(key)
         if first is None:
             self._shared[key] = own
             own.key, own.content = key, content
         elif first.content != content:
-            return False  # a collision: the name is taken
+            return False  # a collision
         elif first is not own:
             self._hold(first)
-            self._release(own)
             seq.block_table[i] = first.id
+            self._release(own)
         seq.keys.append(key)
         return True
 
@@ -344,5 +381,7 @@ class BlockManager:
             )
 
     def _check_alive(self, seq):
+        if not isinstance(seq, Sequence):
+            raise TypeError(f"seq is {seq!r}: give what allocate() or fork() returned")
         if seq not in self._sequences:
             raise ValueError("this sequence was freed, or belongs to another manager: allocate() a new one")

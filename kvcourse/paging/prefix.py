@@ -25,8 +25,11 @@ def block_hash(parent, tokens, salt=None, adapter=None):
     bytes: a token can never be read as part of the parent or of a salt. vLLM hashes the same fields
     (`hash_block_tokens` in vllm/v1/core/kv_cache_utils.py).
 
-    Raises TypeError or ValueError for a token, salt or adapter of another kind or size.
+    Raises TypeError or ValueError for a parent, token, salt or adapter of another kind or size. The kind of
+    tokens that pass as small integers (True, a byte of a bytes) is looked at by `block_hashes` only.
     """
+    if not (parent is None or isinstance(parent, bytes)):
+        raise TypeError(f"parent is {parent!r}: give the bytes that block_hash() returned, or None")
     fields = b"" if parent is None else _field(b"P", parent)
     fields += _field(b"T", pack(tokens))
     if salt is not None:
@@ -69,7 +72,7 @@ def pack(tokens):
 def label(value, name):
     """A salt or adapter as bytes; the first byte tells its type, so that "1", b"1" and 1 differ."""
     if isinstance(value, str):
-        return b"s" + value.encode()
+        return b"s" + value.encode(errors="surrogatepass")
     if isinstance(value, bytes):
         return b"b" + value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -84,7 +87,12 @@ def checked_ids(token_ids, unnamed=False):
     """
     if isinstance(token_ids, str | bytes):
         raise TypeError(f"token ids are {token_ids[:20]!r}: give the ids that tokenizer.encode(text) returns")
-    ids = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
+    try:
+        if isinstance(token_ids, bytearray | set | frozenset | dict):
+            raise TypeError  # a list could be made of it, but not of token ids in their order
+        ids = list(token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids)
+    except TypeError:
+        raise TypeError(f"token ids are {token_ids!r}: give a flat list of token ids") from None
     if not {type(i) for i in ids} <= {int}:
         ids = [None if unnamed and i is None else _whole(i) for i in ids]
     known = [i for i in ids if i is not None] if unnamed else ids

@@ -139,7 +139,7 @@ def test_the_same_block_after_another_beginning_is_another_block():
     assert m.lookup([3, 3, 2, 2, 0]) == [] and m.lookup([2, 2, 0]) == []
 
 
-LABELS = [None, "1", b"1", 1, "", b"", 0, "salt"]
+LABELS = [None, "1", b"1", 1, "", b"", 0, "\ud800"]  # the last: no valid Unicode, a str all the same
 
 
 @pytest.mark.parametrize("a, b", list(itertools.permutations(LABELS, 2)))
@@ -201,6 +201,44 @@ def test_a_name_of_ones_own_is_the_hasher_s():
     computed(m, [1, 2, 3, 4], salt="s", adapter="a")
     name = block_hash(None, (1, 2), "s", "a")
     assert seen[-2:] == [(None, (1, 2), "s", "a"), (name, (3, 4), None, "a")]
+
+
+def test_a_parent_is_a_name():
+    with pytest.raises(TypeError, match="parent is 'x': give the bytes that block_hash"):
+        block_hash("x", [1, 2])
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("name, error", [(None, TypeError), ([], TypeError), (ZeroDivisionError(), None)])
+def test_a_hasher_that_fails_changes_nothing(failing, name, error):
+    """In the first or the second of two blocks; afterwards the same call goes through."""
+    answers = iter([*range(failing - 1), name])
+
+    def hasher(*fields):
+        answer = next(answers, fields)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    m = BlockManager(8, block_size=2, hasher=hasher)
+    seq = m.allocate()
+    m.append_slots(seq, 5)
+    m.commit(seq, TEXT[:1])
+    before = snapshot(m)
+    with pytest.raises(error or ZeroDivisionError) as caught:
+        m.commit(seq, TEXT[1:5])
+    assert error is None or f"the hasher gave {name!r}: it must give a name" in str(caught.value)
+    assert snapshot(m) == before
+    m.commit(seq, TEXT[1:5])
+    assert m.lookup(TEXT[:5]) == [0, 1]
+    m.check_invariants()
+
+
+def test_a_name_that_is_none_is_refused_when_a_prompt_comes():
+    m = BlockManager(8, block_size=2, hasher=lambda *fields: None)
+    with pytest.raises(TypeError, match="the hasher gave None"):
+        m.allocate(TEXT[:5])
+    assert m.num_used == m.queries == 0
 
 
 # --- forks and copies ------------------------------------------------------------------------
@@ -304,6 +342,23 @@ def test_truncate_gives_unused_room_back():
     assert seq.block_table == [0] and m.free_blocks() == [3, 2, 1]
 
 
+@pytest.mark.parametrize("act", ["truncate", "commit"])
+def test_an_interrupt_loses_a_block_and_never_leaves_it_in_a_table(act, monkeypatch):
+    """Stopped while a block is given back: no table may name a block that somebody else will write."""
+    m = BlockManager(4, block_size=2)
+    computed(m, TEXT[:2])
+    seq = m.allocate(TEXT[:2])
+
+    def interrupted(block, append=m._queue.append):
+        append(block)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(m._queue, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        m.truncate(seq, 0) if act == "truncate" else m.commit(seq, TEXT[:2])
+    assert not set(seq.block_table) & set(m.free_blocks())
+
+
 def test_a_chain_loses_its_tail_first_and_the_longest_unused_goes_first():
     m = BlockManager(4, block_size=2)
     old, new = computed(m, [1, 1, 2, 2]), computed(m, [3, 3, 4, 4])
@@ -373,6 +428,7 @@ def test_an_empty_prompt_takes_no_block():
         ((True,), TypeError, "num_blocks is True"),
         ((4, 0), ValueError, "block_size is 0: give at least 1"),
         ((4, "16"), TypeError, "block_size is '16': give a whole number"),
+        ((4, 16, True, 3), TypeError, "hasher is 3: give a function"),
     ],
 )
 def test_a_pool_of_no_size_is_refused(arguments, error, words):
@@ -415,9 +471,21 @@ def full():
         (lambda m: m.truncate(m.seq, 11), ValueError, "cannot go to 11 tokens: the sequence holds 10"),
         (lambda m: m.truncate(m.seq, -1), ValueError, "num_tokens is -1: give at least 0"),
         (lambda m: m.slot_mapping(m.seq, 3, 13), ValueError, "no slots for tokens 3 … 13: .* 0 … 12"),
-        (lambda m: m.slot_mapping(m.seq, -1, 2), ValueError, "no slots for tokens -1 … 2"),
+        (lambda m: m.slot_mapping(m.seq, -1, 2), ValueError, "start is -1: give at least 0"),
+        (lambda m: m.slot_mapping(m.seq, 0, 1.5), TypeError, "stop is 1.5: give a whole number"),
+        (lambda m: m.slot_mapping(m.seq, "a", 3), TypeError, "start is 'a': give a whole number"),
         (lambda m: m.slot_mapping(m.seq, 5, 4), ValueError, "no slots for tokens 5 … 4"),
         (lambda m: m.free(BlockManager(1).allocate()), ValueError, "belongs to another manager"),
+        (lambda m: m.free([1]), TypeError, r"seq is \[1\]: give what allocate\(\)"),
+        (lambda m: m.allocate(5), TypeError, "token ids are 5: give a flat list"),
+        (lambda m: m.allocate(np.array(5)), TypeError, r"token ids are array\(5\): give a flat list"),
+        (lambda m: m.allocate(None), TypeError, "token ids are None: give a flat list"),
+        (lambda m: m.lookup({3}), TypeError, r"token ids are \{3\}: give a flat list"),
+        (lambda m: m.lookup({1: 2}), TypeError, r"token ids are \{1: 2\}: give a flat list"),
+        (lambda m: m.lookup(bytearray(b"a")), TypeError, "token ids are bytearray"),
+        (lambda m: m.ref_count(-1), ValueError, "block is -1: give at least 0"),
+        (lambda m: m.is_findable(5), ValueError, "block is 5: the pool has 0 … 4"),
+        (lambda m: m.ref_count("a"), TypeError, "block is 'a': give a whole number"),
     ],
 )
 def test_errors_are_one_line_and_change_nothing(full, act, error, words):
