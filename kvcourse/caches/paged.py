@@ -10,7 +10,7 @@ import numpy as np
 
 from kvcourse.caches.base import KVCache, read_only
 from kvcourse.ops import QUERY_CHUNK
-from kvcourse.paging import BlockManager
+from kvcourse.paging import BlockManager, OutOfBlocks
 from kvcourse.paging.prefix import checked_ids, count
 
 TILE = 128  # tokens gathered at once, in whole blocks: few calls, and the tile stays in a core's own cache
@@ -118,7 +118,8 @@ class PagedCache(KVCache):
     nobody named, such as loaded ones, never are.
 
     A pass raises OutOfBlocks before anything changes when the pool has no room for it. Blocks reserved
-    and not used are given back by abort, truncate, reset, and a commit of only a part.
+    and not used are given back by abort, truncate, reset, and a commit of only a part; so in a batch that
+    has no room, the sequences begun before the one that found none, which are aborted, lose theirs.
 
     A step gathers TILE tokens at a time into one buffer of the pool and attends to them with a running
     softmax, so it needs no contiguous copy of the sequence. A freed cache refuses all further use.
@@ -126,6 +127,8 @@ class PagedCache(KVCache):
 
     def __init__(self, config, max_seq_len=None, *, block_size=16, pool=None, sequence=None):
         super().__init__(config, max_seq_len)
+        if (pool is None) != (sequence is None):
+            raise TypeError("pool and sequence go together: pool.sequence(token_ids) makes a cache in a pool")
         if pool is None:
             blocks = -(-self.max_seq_len // count(block_size, "block_size"))
             pool = PagedPool(config, blocks, block_size, prefix_caching=False)
@@ -166,6 +169,9 @@ class PagedCache(KVCache):
             self._table = np.array(seq.block_table)
             size = self.pool.block_size
             self._slots = self._table[positions // size] * size + positions % size
+        except OutOfBlocks:
+            self._counts = (self.seq_len, 0)  # and nothing to give back: what was reserved before stays
+            raise
         except BaseException:
             # The table may name a new block already: it gets its rows before the table counts again.
             now = zip(before, seq.block_table, strict=False)
@@ -175,12 +181,14 @@ class PagedCache(KVCache):
         return positions
 
     def note_ids(self, ids):
-        """Names the open pass's tokens. Raises RuntimeError without one, ValueError for another number."""
+        """Names the open pass's tokens. Raises RuntimeError without one, ValueError for another number,
+        TypeError or ValueError for what is no list of ids."""
         if not self.pending:
             raise RuntimeError("no pass is open: call begin(n) before note_ids()")
+        ids = checked_ids(ids)
         if len(ids) != self.pending:
             raise ValueError(f"{len(ids)} token ids for a pass of {self.pending}: give one a token")
-        self._ids = checked_ids(ids)
+        self._ids = ids
 
     def attend(self, layer, q, k, v, rotate=None):
         self._check_rows(layer, q, k, v)
@@ -263,6 +271,8 @@ class PagedCache(KVCache):
         """
         if self.pending:
             raise RuntimeError("a pass is open: call commit() or abort() before fork()")
+        if self._ahead():
+            self._give_back(self.seq_len)
         child = self.pool.manager.fork(self._held())
         return PagedCache(self.config, self.max_seq_len, pool=self.pool, sequence=child)
 
@@ -277,15 +287,15 @@ class PagedCache(KVCache):
         later prompts; whoever names them vouches for their rows."""
         self._held()
         keys, _ = self._check_payload(payload)
-        if token_ids is not None and len(token_ids) != keys.shape[2]:
-            raise ValueError(
-                f"{len(token_ids)} token ids for {keys.shape[2]} loaded tokens: give one a token"
-            )
+        ids = None if token_ids is None else checked_ids(token_ids)
+        if ids is not None and len(ids) != keys.shape[2]:
+            raise ValueError(f"{len(ids)} token ids for {keys.shape[2]} loaded tokens: give one a token")
+        before = self._ids  # of an open pass, in which load is refused
         try:
-            self._ids = None if token_ids is None else checked_ids(token_ids)
+            self._ids = ids
             super().load(payload)
         finally:
-            self._ids = None
+            self._ids = before
 
     # --- looking at it -----------------------------------------------------------------
 

@@ -51,10 +51,15 @@ class Request:
         """Whether a part of its prompt is still to be computed."""
         return self.cache is not None and self.cache.seq_len < len(self.ids)
 
+    @property
+    def is_complete(self):
+        """Whether nothing is left to compute for it."""
+        return self.finished or len(self.new_ids) >= self.max_new_tokens
+
     def next_ids(self):
         """The tokens that its next pass computes: a chunk of the prompt, later the newest token."""
         ids = self.ids + self.new_ids
-        if self.cache.seq_len == len(ids):  # an interrupt lost the logits of the last pass
+        if self.cache.seq_len == len(ids):  # an interrupt lost the last pass's logits, or the token chosen
             self.cache.truncate(len(ids) - 1)
         return ids[self.cache.seq_len :][:PREFILL_CHUNK]
 
@@ -73,7 +78,11 @@ class Engine:
 
     pool     the PagedPool; waiting, running: the requests, oldest first
 
-    A step that fails or is interrupted takes its pass back, or keeps it whole, and can be repeated.
+    A step whose pass or sampler fails or is interrupted takes its pass back, or keeps it whole, and can be
+    repeated: no token is lost or stands twice (a sampler with a random state may be asked twice for one).
+    An interrupt in the few lines of bookkeeping around them can lose blocks or a request: make a new engine
+    when one that is idle has `pool.manager.num_used` above 0.
+    A sampler may call `cancel` and `add`, as for a reader who has left.
     Raises TypeError or ValueError for a size that is no whole number of at least 1.
     """
 
@@ -121,7 +130,10 @@ class Engine:
             )
 
     def run(self):
-        """Steps until every request is finished. Returns those that finished now, in that order."""
+        """Steps until every request is finished. Returns those that finished in these steps, in that order.
+
+        Cancelled ones are not among them. When a step raises, run() returns nothing: ask each request.
+        """
         finished = []
         while self.waiting or self.running:
             finished += [request for request in self.step() if request.finished]
@@ -130,10 +142,15 @@ class Engine:
     def step(self):
         """Admit, pass every running request's next tokens through the model at once, choose tokens.
 
-        Returns the requests that went one token further or finished, an empty list while a long prompt is
-        on its way or nothing is left to do. Raises OutOfBlocks when nothing runs and the oldest request
-        still cannot be admitted: somebody else holds the pool's blocks.
+        Returns the requests that went one token further or finished, cancelled ones left out; an empty list
+        while a long prompt is on its way or nothing is left to do.
+
+        Raises OutOfBlocks when sequences made outside the engine hold the blocks that it needs: nothing
+        runs and the oldest request cannot be admitted, or a running one finds no room. Free them, and step.
         """
+        moved = [request for request in self.running if request.is_complete]
+        for request in moved:  # an interrupt came right after its last token
+            self._finish(request)
         self._admit()
         if self.waiting and not self.running:
             raise OutOfBlocks(
@@ -143,18 +160,25 @@ class Engine:
         computed = [request for request in self.running if request.logits is None]
         if computed:
             self._compute(computed)
-        moved = [request for request in self.running if request.logits is not None]
-        for request in moved:
-            self._choose(request)
+        for request in list(self.running):
+            if request.logits is not None and self._choose(request):
+                moved.append(request)
         return moved
 
     def cancel(self, request):
-        """Take a request out, finished or not; its tokens so far stay in new_ids, its blocks are free."""
-        if request in self.waiting:
-            self.waiting.remove(request)
+        """Take a request out, finished or not; its tokens so far stay in new_ids, its blocks are free.
+
+        Raises TypeError or ValueError for what is no request of this engine.
+        """
+        if not isinstance(request, Request):
+            raise TypeError(f"request is {request!r}: give what add() returned")
         if request in self.running:
             self._finish(request)
-        request.finished = True
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            request.finished = True
+        elif not request.finished:
+            raise ValueError("this request waits in another engine: cancel it there")
 
     # --- the parts of a step -------------------------------------------------------------
 
@@ -180,19 +204,25 @@ class Engine:
                 request.logits = row
 
     def _choose(self, request):
-        """The next token from the logits that wait. A sampler that raises is asked again in the next step."""
+        """The next token from the logits that wait. A sampler that raises is asked again in the next step.
+
+        Returns False, and nothing is chosen, when the sampler has cancelled its own request.
+        """
         token = check_token(request.sampler(request.logits), self.model.config)
+        if request.finished:
+            return False
         if request.seconds_to_first_token is None:
             request.seconds_to_first_token = _clock() - request.added
+        request.logits = None  # first: an interrupt then costs a pass, and no token stands twice
         if token != request.stop:
             request.new_ids.append(token)
-        request.logits = None
-        if token == request.stop or len(request.new_ids) == request.max_new_tokens:
+        if token == request.stop or request.is_complete:
             self._finish(request)
+        return True
 
     def _finish(self, request):
-        self.running.remove(request)
         request.finished = True
+        self.running.remove(request)
         request.cache.free()
         request.cache = request.logits = None
 

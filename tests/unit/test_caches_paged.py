@@ -200,6 +200,15 @@ def test_out_of_blocks_changes_nothing():
     write(cache, [1] * 4)
 
 
+def test_a_pass_that_finds_no_room_keeps_the_blocks_reserved_before():
+    pool = pool_of(blocks=4)
+    cache, other = pool.sequence(range(8)), pool.sequence(range(20, 28))
+    with pytest.raises(OutOfBlocks):
+        cache.begin(12)
+    assert (cache.block_table, other.block_table, cache.pending) == ([0, 1], [2, 3], 0)
+    write(cache, list(range(8)))  # the room that was asked for is still there
+
+
 def test_a_cache_fills_its_own_pool_again_after_going_back():
     """The copy that a findable block asks for needs no second block when the pool has none."""
     pool = pool_of(blocks=2)
@@ -241,6 +250,34 @@ def test_names_need_an_open_pass_and_one_id_a_token():
     cache.abort()
     write(cache, [1, 2, 3, 4])
     assert cache._seq.token_ids == [1, 2, 3, 4]  # nothing of the failed pass sticks
+
+
+def test_names_are_checked_and_a_pool_needs_a_sequence():
+    pool = pool_of()
+    cache = pool.sequence()
+    cache.begin(2)
+    for ids in (5, {1, 2}, None, [1, "a"]):
+        with pytest.raises(TypeError, match="token id"):
+            cache.note_ids(ids)
+    cache.note_ids(token for token in (1, 2))
+    for options in ({"pool": pool}, {"sequence": pool.manager.allocate()}):
+        with pytest.raises(TypeError, match="pool and sequence go together: pool.sequence"):
+            kv.PagedCache(CONFIG, **options)
+
+
+def test_a_load_that_is_refused_in_an_open_pass_leaves_its_names():
+    pool = pool_of()
+    source, cache = pool.sequence(), pool.sequence()
+    write(source, [1] * 4)
+    payload = source.export(0, 4)
+    cache.begin(4)
+    cache.note_ids([5, 6, 7, 8])
+    with pytest.raises(RuntimeError, match="open"):
+        cache.load(payload, [1] * 4)
+    for layer in range(2):
+        cache.attend(layer, rows(4, heads=6), rows(4), rows(4))
+    cache.commit()
+    assert pool.manager.lookup([5, 6, 7, 8, 9]) == cache.block_table
 
 
 @pytest.mark.parametrize("size", [0, 1.5, True, "16"])
@@ -300,6 +337,22 @@ def test_an_interrupt_between_the_two_counts_is_mended():
     assert cache.begin(2).tolist() == [3, 4]
     cache.abort()
     assert cache._seq.token_ids == [1, 1, 1] and pool.manager.num_used == 1
+
+
+def test_a_fork_after_an_interrupted_truncate_has_the_new_length(monkeypatch):
+    pool = pool_of()
+    cache = pool.sequence()
+    write(cache, [1] * 7)
+
+    def interrupted(seq, num_tokens):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.manager, "truncate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.truncate(2)
+    fork = cache.fork()
+    assert (cache.seq_len, fork.seq_len, fork.block_table) == (2, 2, cache.block_table[:1])
 
 
 def test_a_batch_of_one_pool_is_kept_whole_or_not_at_all(monkeypatch):

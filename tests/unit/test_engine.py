@@ -224,6 +224,80 @@ def test_cancelling_anything():
     assert engine.run() == []
 
 
+def test_a_sampler_may_cancel_any_request():
+    """Its own, one whose turn in this step comes later, and one that waits: no token is made up for it."""
+    engine, asked = engine_of(max_batch=2), []
+
+    def canceller(number, *positions):
+        """Token 3; the requests at these positions leave when it is asked for the number-th time."""
+
+        def sampler(logits):
+            asked.append(1)
+            if len(asked) == number:
+                for position in positions:
+                    engine.cancel(requests[position])
+            return 3
+
+        return sampler
+
+    requests = [engine.add(IDS[:6], 6, sampler=canceller(3, 1, 2))]
+    requests += [engine.add(IDS[:6], 6), engine.add(IDS[:6], 6)]
+    assert engine.run() == requests[:1] and requests[0].new_ids == [3] * 6
+    assert requests[1].new_ids == kv.generate(MODEL, IDS[:6], 1) and requests[2].new_ids == []
+    asked.clear()
+    requests = [engine.add(IDS[:6], 2, sampler=canceller(2, 0))]  # on its last token
+    assert engine.run() == [] and requests[0].new_ids == [3] and requests[0].finished
+    assert engine.pool.manager.num_used == 0
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_an_interrupt_right_after_the_last_token_ends_the_request(new, monkeypatch):
+    engine = engine_of()
+    request = engine.add(IDS[:6], new)
+
+    def interrupted(request):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+    assert engine.run() == [request] and engine.pool.manager.num_used == 0
+    assert request.new_ids == kv.generate(MODEL, IDS[:6], new)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_around_a_choice_costs_no_token_and_gives_none_twice(when):
+    class Interrupting(list):
+        """Its append is stopped before or after the token is in."""
+
+        def append(self, token):
+            if when == "after":
+                super().append(token)
+            raise KeyboardInterrupt
+
+    engine = engine_of()
+    request = engine.add(IDS[:6], 4)
+    engine.step()
+    request.new_ids = Interrupting(request.new_ids)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    request.new_ids = list(request.new_ids)
+    engine.run()
+    assert request.new_ids == kv.generate(MODEL, IDS[:6], 4)
+
+
+@pytest.mark.parametrize("what, error", [(None, TypeError), (3, TypeError), ("other", ValueError)])
+def test_cancel_refuses_what_is_not_its_request(what, error):
+    engine, other = engine_of(), engine_of()
+    request = other.add(IDS[:6], 2)
+    with pytest.raises(error, match="request") as caught:
+        engine.cancel(request if what == "other" else what)
+    assert "\n" not in str(caught.value) and not request.finished
+    assert other.run() == [request]
+    engine.cancel(request)  # it is over: nothing to refuse
+
+
 def test_somebody_elses_blocks_do_not_make_it_wait_for_ever():
     engine = engine_of(num_blocks=3)
     request = engine.add(IDS[:8], 2)
@@ -234,6 +308,18 @@ def test_somebody_elses_blocks_do_not_make_it_wait_for_ever():
     held.free()
     engine.run()
     assert request.finished
+
+
+def test_somebody_elses_blocks_stop_a_running_request_until_they_are_free():
+    engine = engine_of(num_blocks=4)
+    request = engine.add(IDS[:6], 6)  # 11 rows: 2 blocks now, a third one later
+    engine.step()
+    held = engine.pool.sequence(IDS[50:58])
+    with pytest.raises(OutOfBlocks, match="1 blocks? of 4 tokens needed, 0 of 4 are free: free"):
+        engine.run()
+    held.free()
+    assert engine.run() == [request]
+    assert request.new_ids == kv.generate(MODEL, IDS[:6], 6)
 
 
 def test_one_pass_a_step_and_no_token_twice():
