@@ -38,8 +38,9 @@ def block_names(run: Run) -> str | None:
 
 def _mistake(got, ids, size, salt, adapter):
     want = block_hashes(ids, size, salt, adapter)
-    if not isinstance(got, list):
+    if not isinstance(got, (list, tuple)):
         return f"return a list of names, not {short(got)}"
+    got = list(got)
     if any(isinstance(name, int) for name in got):
         return (
             "the names are whole numbers: Python's hash() differs from process to process for a salt, and "

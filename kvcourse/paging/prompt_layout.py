@@ -134,13 +134,13 @@ def _place(parts, request, earlier, hit, reason):
 
 
 class _Texts:
-    """Made-up token ids: the same text gets the same ids, two texts share none."""
+    """Made-up token ids: a text is a name, a version and a length; it gets the same ids, two share none."""
 
     def __init__(self):
         self._starts, self._next = {}, 0
 
     def __call__(self, name, version, tokens):
-        key = name, version
+        key = name, version, tokens
         if key not in self._starts:
             self._starts[key] = self._next
             self._next += count(tokens, f"tokens of {name}")

@@ -14,7 +14,7 @@ import kvcourse as kv
 from kvcourse import checks, paging, paths, sizing
 from kvcourse.figures import chapter_18 as figures
 from kvcourse.ops import softmax
-from kvcourse.paging.prompt_layout import Part, Request, send, shared_tokens, visits, why_missed
+from kvcourse.paging.prompt_layout import Part, Request, _Texts, send, shared_tokens, visits, why_missed
 from kvcourse.widgets import chapter_18 as widgets
 
 NOTEBOOK = paths.chapters_dir() / "18_prefix_reuse.ipynb"
@@ -110,6 +110,16 @@ def test_visits_by_hand():
         visits(parts, num_requests=0)
     with pytest.raises(ValueError, match="tokens of a is 0"):
         visits([Part("a", 0)])
+
+
+def test_one_name_with_two_lengths_is_two_texts():
+    """The longer one must not run on into the ids of another text."""
+    parts = [Part("a", 8), Part("b", 8), Part("a", 16)]
+    assert [visit.hit for visit in visits(parts, 2, num_blocks=50, block_size=4)] == [0, 28]
+    text = _Texts()
+    ids = [text(part.name, 0, part.tokens) for part in parts]
+    assert len({token for piece in ids for token in piece}) == 32
+    assert text("a", 0, 8) == ids[0]
 
 
 def test_strangers_evict_the_end_first():
@@ -381,5 +391,7 @@ def test_the_solution_passes_and_its_names_are_the_engines():
     solution = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(solution)
     assert checks.verdict("18.block_names", solution.block_names).status == "right"
+    as_tuple = checks.verdict("18.block_names", lambda *given: tuple(solution.block_names(*given)))
+    assert as_tuple.status == "right"
     ids = list(range(40))
     assert solution.block_names(ids, 8, "s", 3) == paging.block_hashes(ids, 8, "s", 3)
