@@ -240,7 +240,8 @@ def bills_figure(data):
     ):
         figure.add_trace(
             go.Bar(
-                x=turns, y=[round(value, 1) for value in data[key]], name=name, marker=marker,
+                x=turns, y=[round(value, 1) or None for value in data[key]],  # no outline where nothing is
+                name=name, marker=marker,
                 hovertemplate="turn %{x}, " + name + ": %{y:,}<extra></extra>",
             )
         )  # fmt: skip
