@@ -7,6 +7,7 @@ interpreter, on CPU tensors: slow, and the same loads in the same order.
 
 from importlib.util import find_spec
 
+from kvcourse.kernels import inputs
 from kvcourse.kernels.numpy_form import paged_attention_numpy
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "paged_attention_reference",
     "trace",
 ]
+
+TRACED = 2**20  # blocks that a traced table can name: `trace` makes an empty cache for them
 
 
 def available():
@@ -47,7 +50,8 @@ def paged_attention_decode(
     step          tokens that a program loads at a time, 16, 32, 64 or 128; default by size
     check_tables  look at every length and table entry. Default: on a CPU only; on a CUDA device it
                   would wait for the device, and a wrong entry reads memory that is not the sequence's
-    Returns (batch, num_heads, head_dim) in q's dtype; scores, softmax and sums are float32.
+    Returns (batch, num_heads, head_dim) in q's dtype; scores, softmax and sums are float32. No gradient
+    comes back through it.
     Raises ImportError without Triton, ValueError for inputs that do not fit together.
     """
     if not available():
@@ -55,11 +59,11 @@ def paged_attention_decode(
             "no Triton in this Python: on Linux `pip install -e '.[kernels]'` in the clone brings it, "
             "elsewhere use kv.kernels.paged_attention_reference (PyTorch) or paged_attention_numpy"
         )
-    from kvcourse.kernels import inputs, triton_decode
+    from kvcourse.kernels import triton_decode
 
     inputs.check_arguments(q, k_cache, v_cache, block_tables, context_lens)
     inputs.check_for_triton(q, k_cache, v_cache, block_tables, context_lens, triton_decode.INTERPRETED)
-    inputs.check_count("num_splits", 1 if num_splits is None else num_splits, triton_decode.MAX_SPLITS)
+    inputs.check_count("num_splits", 1 if num_splits is None else num_splits, inputs.MAX_SPLITS)
     inputs.check_step(step)
     if check_tables or (check_tables is None and q.device.type == "cpu"):
         inputs.check_tables(block_tables, context_lens, *k_cache.shape[:2])
@@ -81,13 +85,18 @@ def trace(block_tables, context_lens, block_size=16, num_kv_heads=1, num_splits=
     has an empty list. The Triton kernel writes the ids down itself where it is `available()`; elsewhere
     the NumPy form of the same loop does, and the two are the same (tests/unit/test_kernels.py).
 
-    block_tables  integers (batch, max_blocks), context_lens integers (batch,): arrays or lists
-    Raises ValueError as `paged_attention_numpy` does.
+    block_tables  integers (batch, max_blocks), below 2^20; context_lens integers (batch,): arrays or lists
+    Raises ValueError as `paged_attention_decode` does.
     """
     import numpy as np
 
-    tables = np.asarray(block_tables, dtype=np.int32)
-    lengths = np.asarray(context_lens, dtype=np.int32)
+    inputs.check_count("num_splits", num_splits, inputs.MAX_SPLITS)
+    tables, lengths = np.asarray(block_tables), np.asarray(context_lens)
+    for name, array in (("block_tables", tables), ("context_lens", lengths)):
+        inputs.check_whole(name, array)
+        if array.max(initial=0) >= TRACED:
+            raise ValueError(f"{name} has {array.max():,}: the trace takes numbers below {TRACED:,}")
+    tables, lengths = tables.astype(np.int32), lengths.astype(np.int32)
     cache = np.zeros((int(tables.max(initial=0)) + 1, block_size, num_kv_heads, 16), dtype=np.float32)
     q = np.zeros((len(tables), num_kv_heads, 16), dtype=np.float32)
     programs = []

@@ -7,14 +7,19 @@ import math
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
+MAX_SPLITS = 64  # one program merges them: 64 × head_dim numbers at a time
 
 
 def check_arguments(q, k_cache, v_cache, block_tables, context_lens):
-    """ValueError unless the five shapes belong together."""
+    """ValueError unless the five shapes belong together, q is float, tables and lengths whole numbers."""
     ranks = (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4))
     for name, array, rank in (*ranks, ("block_tables", block_tables, 2), ("context_lens", context_lens, 1)):
         if len(array.shape) != rank:
             raise ValueError(f"{name} has {len(array.shape)} axes, {rank} are needed: {LAYOUT[name]}")
+    if "float" not in _name(q.dtype):
+        raise ValueError(f"q is {_name(q.dtype)}: give float numbers, such as float32")
+    for name, array in (("block_tables", block_tables), ("context_lens", context_lens)):
+        check_whole(name, array)
     batch, num_heads, head_dim = q.shape
     if k_cache.shape != v_cache.shape:
         raise ValueError(
@@ -36,6 +41,13 @@ def check_arguments(q, k_cache, v_cache, block_tables, context_lens):
             raise ValueError(f"q has {batch} sequences, {name} {len(array)}: give one row a sequence")
 
 
+def check_whole(name, array):
+    """ValueError unless the numbers of this array or tensor are whole."""
+    dtype = _name(array.dtype)
+    if "int" not in dtype and 0 not in array.shape:  # an empty list becomes a float array
+        raise ValueError(f"{name} is {dtype}: give whole numbers, such as int32")
+
+
 LAYOUT = {
     "q": "(batch, num_heads, head_dim)",
     "k_cache": "(num_blocks, block_size, num_kv_heads, head_dim)",
@@ -46,7 +58,13 @@ LAYOUT = {
 
 
 def check_for_triton(q, k_cache, v_cache, block_tables, context_lens, interpreted):
-    """ValueError unless dtypes, devices and strides of these torch tensors are the kernel's."""
+    """ValueError unless these are torch tensors whose dtypes, devices and strides are the kernel's."""
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    given |= {"block_tables": block_tables, "context_lens": context_lens}
+    for name, tensor in given.items():
+        if not hasattr(tensor, "stride"):
+            kind = type(tensor).__name__
+            raise ValueError(f"{name} is a {kind}: give torch tensors, or use paged_attention_numpy")
     dtype = _name(q.dtype)
     if dtype not in DTYPES:
         raise ValueError(f"q is {dtype}: the kernel takes {', '.join(DTYPES)}, convert with q.to(...)")
@@ -71,7 +89,7 @@ def check_for_triton(q, k_cache, v_cache, block_tables, context_lens, interprete
         raise ValueError(
             f"k_cache has strides {k_cache.stride()}, v_cache {v_cache.stride()}: store both in one layout"
         )
-    devices = {str(tensor.device) for tensor in (q, k_cache, v_cache, block_tables, context_lens)}
+    devices = {str(tensor.device) for tensor in given.values()}
     if len(devices) > 1:
         raise ValueError(f"the tensors lie on {' and '.join(sorted(devices))}: move all to one device")
     if not interpreted and q.device.type != "cuda":
@@ -91,7 +109,7 @@ def check_count(name, count, most=None):
 
 def check_step(step):
     """ValueError unless `step` is None or one of the tile lengths the kernel is compiled for."""
-    if step is not None and step not in (16, 32, 64, 128):
+    if step is not None and (not isinstance(step, int) or step not in (16, 32, 64, 128)):
         raise ValueError(f"step={step!r}: give 16, 32, 64 or 128 tokens, or None for the kernel's choice")
 
 

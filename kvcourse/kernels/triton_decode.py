@@ -15,6 +15,8 @@ import sys
 
 import torch
 
+from kvcourse.kernels.inputs import MAX_SPLITS
+
 _imported_before = "triton" in sys.modules
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -31,7 +33,6 @@ if INTERPRETED and _imported_before and isinstance(tl.sum, triton.JITFunction):
 MIN_DOT = 16  # tl.dot works on tiles of at least 16 × 16: fewer query heads or dimensions are padded
 TILE_BYTES = 16_384  # of K, and as much of V, that a program loads at a time
 PROGRAMS_PER_SM = 4  # wanted: some wait for memory while others compute
-MAX_SPLITS = 64  # one program merges them: 64 × head_dim numbers at a time
 
 
 @triton.jit

@@ -15,7 +15,8 @@ class PagedBatchCache(BatchCache):
     num_blocks    default: enough for every sequence to reach max_seq_len; with fewer, a prefill, a decode
                   step or set_lengths() may raise OutOfBlocks, with the cache unchanged
     kernel        True: attention by kv.kernels.paged_attention_decode, which follows the table; False:
-                  the rows are gathered, then scaled_dot_product_attention as in BatchCache. Default: the
+                  the rows are gathered, then scaled_dot_product_attention as in BatchCache, or what decode's
+                  `attention` says, which the kernel does not look at. Default: the
                   kernel on a CUDA device where Triton is installed. That branch has been run in Triton's
                   interpreter only, on a CPU.
 

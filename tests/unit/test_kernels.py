@@ -372,6 +372,9 @@ SHAPE_ERRORS = [
     ({"q": lambda t: t[:, :, :8]}, "q has head_dim 8, the caches 16"),
     ({"q": lambda t: t[:, :3]}, "3 query heads over 2 KV heads"),
     ({"context_lens": lambda t: t[:1]}, "q has 2 sequences, context_lens 1"),
+    ({"q": lambda t: t.int()}, "q is int32: give float numbers"),
+    ({"block_tables": lambda t: t.float()}, "block_tables is float32: give whole numbers"),
+    ({"context_lens": lambda t: t.double()}, "context_lens is float64: give whole numbers"),
     ({"context_lens": lambda t: t + 100}, "sequence 0 has 120 tokens, its table row room for 0 to 48"),
     ({"context_lens": lambda t: t - 6}, "sequence 1 has -1 tokens"),
     ({"block_tables": lambda t: t + 6}, "table entry 0 is block"),
@@ -426,12 +429,37 @@ def test_a_head_that_is_too_wide(kernel_device):
         ({"num_splits": 2.0}, "num_splits=2.0"),
         ({"num_splits": True}, "num_splits=True"),
         ({"step": 48}, "step=48: give 16, 32, 64 or 128"),
+        ({"step": 16.0}, "step=16.0: give 16, 32, 64 or 128"),
         ({"scale": float("nan")}, "scale=nan: give a finite number"),
     ],
 )
 def test_options_the_kernel_refuses(kernel_device, option, words):
     given = case(device=kernel_device, lengths=(20,))
     one_line(lambda: kernels.paged_attention_decode(**given, **option), words)
+
+
+def test_the_kernel_takes_tensors_only(kernel_device):
+    given = as_numpy(case(lengths=(20,)))
+    one_line(lambda: kernels.paged_attention_decode(**given), "q is a ndarray: give torch tensors")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (([[1.7, 0]], [5]), "block_tables is float64: give whole numbers"),
+        (([[1, 0]], [5.9]), "context_lens is float64: give whole numbers"),
+        (([[2**31]], [1]), "block_tables has 2,147,483,648: the trace takes numbers below 1,048,576"),
+        (([[10**9]], [1]), "block_tables has 1,000,000,000: the trace takes"),
+        (([[0]], [2**40]), "context_lens has 1,099,511,627,776: the trace takes"),
+        (([[0]], [1], 16, 1, 65), "num_splits=65: give a whole number from 1 to 64"),
+    ],
+)
+def test_what_the_trace_refuses(arguments, words):
+    one_line(lambda: kernels.trace(*arguments), words)
+
+
+def test_a_trace_of_nothing():
+    assert kernels.trace([[]], [0]) == [(0, 0, 0, [])]
 
 
 def test_options_the_numpy_form_refuses():
