@@ -19,6 +19,7 @@ import numpy as np
 
 from kvcourse.paging.prefix import count
 
+MOST = 2**24  # tokens of a request, more than any model takes: sums of them stay exact in int64
 POLICIES = ("reserve_max", "reserve_answer", "buddy", "paged")
 
 
@@ -69,7 +70,7 @@ def simulate_allocation(
 ):
     """Share of the occupied memory that holds real tokens, 0 … 1, all requests together.
 
-    prompt_lengths, answer_lengths  tokens of each request, at least 1 each
+    prompt_lengths, answer_lengths  tokens of each request, 1 … 2^24 each; so are the limits
     policy       "reserve_max", "reserve_answer", "buddy" or "paged"
     max_seq_len  the longest request, prompt and answer together
     max_answer   the longest answer
@@ -113,9 +114,9 @@ class Rules:
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}: choose one of {', '.join(POLICIES)}")
         self.policy = policy
-        self.max_seq_len = count(max_seq_len, "max_seq_len")
-        self.max_answer = count(max_answer, "max_answer")
-        self.block_size = count(block_size, "block_size")
+        self.max_seq_len = _size(max_seq_len, "max_seq_len")
+        self.max_answer = _size(max_answer, "max_answer")
+        self.block_size = _size(block_size, "block_size")
 
     def checked(self, prompt_lengths, answer_lengths):
         """Both as int64 arrays of one length, every request within the limits."""
@@ -159,7 +160,17 @@ def _lengths(lengths, what):
     if found.size and found.min() < 1:
         i = int(np.argmax(found < 1))
         raise ValueError(f"request {i} has {what} length {found[i]}: give at least 1 token")
+    if found.size and found.max() > MOST:
+        i = int(np.argmax(found > MOST))
+        raise ValueError(f"request {i} has {what} length {found[i]:,}: give at most {MOST:,} tokens")
     return found.astype(np.int64)
+
+
+def _size(number, name):
+    value = count(number, name)
+    if value > MOST:
+        raise ValueError(f"{name} is {value:,}: give at most {MOST:,} tokens")
+    return value
 
 
 def _power_of_two(n):

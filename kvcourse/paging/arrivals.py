@@ -21,7 +21,7 @@ def poisson_arrivals(n, per_step, seed=0):
     Raises TypeError or ValueError for n < 1 and for a rate that is not above 0.
     """
     n = count(n, "n")
-    if not 0 < per_step < math.inf:
+    if not (0 < per_step < math.inf and 1 / per_step < math.inf):
         raise ValueError(f"per_step is {per_step}: give the mean number of requests a step, above 0")
     return np.cumsum(np.random.default_rng(seed).exponential(1 / per_step, n))
 

@@ -375,8 +375,9 @@ class BlockManager:
 
     def _check_free(self, needed, free):
         if needed > free:
+            blocks = "block" if needed == 1 else "blocks"
             raise OutOfBlocks(
-                f"{needed:,} blocks of {self.block_size} tokens needed, {free:,} of {self.num_blocks:,} "
+                f"{needed:,} {blocks} of {self.block_size} tokens needed, {free:,} of {self.num_blocks:,} "
                 f"are free: free() a sequence, or make the pool larger (num_blocks)"
             )
 

@@ -32,7 +32,7 @@ from kvcourse.paging.prefix import checked_ids, count
 class Node:
     """A run of pages that every prompt through it shares. Read it; only the tree changes it.
 
-    key        for each page the tuple of its token ids; the first one after the root is (extra_key, tuple)
+    key        for each page the tuple of its token ids; the first one after the root comes with extra_key
     pages      the page ids, as many
     children   first entry of a child's key → child
     lock_ref   running requests that need this node, here or farther down
@@ -75,8 +75,9 @@ class RadixTree:
 
         All of `ids` may match, so give prompt[:-1] for a prompt whose next token is wanted. The nodes on
         the way become the newest ones. A node that agrees only in its first pages is split there.
-        Prompts with another extra_key (a salt, an adapter: anything hashable) never match.
-        Raises TypeError or ValueError for token ids of another kind.
+        Prompts with another extra_key (a salt, an adapter: anything hashable; 1, 1.0 and True are three keys)
+        never match.
+        Raises TypeError or ValueError for token ids of another kind, TypeError for an extra_key without hash.
         """
         path = self._walk(self._key(ids, extra_key))
         return [page for node in path for page in node.pages], path[-1] if path else self.root
@@ -191,11 +192,15 @@ class RadixTree:
     # --- inside -------------------------------------------------------------------------
 
     def _key(self, ids, extra_key):
-        """The whole pages of `ids` as tuples, the first one together with extra_key."""
+        """The whole pages of `ids` as tuples, the first one together with extra_key and its type."""
+        try:
+            hash(extra_key)
+        except TypeError:
+            raise TypeError(f"extra_key is {extra_key!r}: give something hashable, such as a str") from None
         ids, size = checked_ids(ids), self.page_size
         key = [tuple(ids[start : start + size]) for start in range(0, len(ids) - size + 1, size)]
         if key:
-            key[0] = extra_key, key[0]
+            key[0] = (type(extra_key), extra_key), key[0]
         return key
 
     def _find(self, key):

@@ -365,6 +365,10 @@ def _seconds(*arguments):
         (([3, 3], [4, 1025], "paged"), "request 1 has an answer of 1,025 tokens, max_answer is 1,024: clip"),
         (([3, 4000], [4, 97], "paged"), "request 1 has prompt and answer of 4,097 tokens, max_seq_len is"),
         (([3], [4], "paged", 4096, 1024, 0), "block_size is 0: give at least 1"),
+        ((np.array([2**64 - 1], np.uint64), [5], "paged"), "request 0 has prompt length 18,446,744,073"),
+        (([3, 3], [4, 4], "reserve_max", 2**62), "max_seq_len is 4,611,686,018,427,387,904: give at most"),
+        (([3], [4], "buddy", 4096, 2**63), "max_answer is 9,223,372,036,854,775,808: give at most"),
+        (([3], [4], "paged", 4096, 1024, 2**25), "block_size is 33,554,432: give at most 16,777,216 tokens"),
         (([3], [4], "paged", 4096.5), "max_seq_len is 4096.5: give a whole number"),
         (([3], [4], "paged", 4096, 1024, 16, "half"), "over is 'half': choose 'end' or 'life'"),
     ],
@@ -405,6 +409,7 @@ def test_bad_arrivals_are_refused_in_one_line(change, words):
         (lambda: lognormal_workload(5, prompt_median=4000), "prompt_median is 4000: give 1 … 3,072"),
         (lambda: lognormal_workload(5, sigma=-1), "sigma is -1"),
         (lambda: poisson_arrivals(5, 0), "per_step is 0"),
+        (lambda: poisson_arrivals(5, 1e-320), "per_step is 1e-320"),
         (lambda: simulate_arrivals([0], [1], [1], "paged", 99).kinds(0), "no maps were kept"),
     ],
 )

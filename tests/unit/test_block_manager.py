@@ -448,11 +448,11 @@ def full():
 @pytest.mark.parametrize(
     "act, error, words",
     [
-        (lambda m: m.allocate([1]), OutOfBlocks, "1 blocks of 4 tokens needed, 0 of 5 are free: free()"),
-        (lambda m: m.allocate(TEXT[:9]), OutOfBlocks, "1 blocks of 4 tokens needed, 0 of 5 are free"),
-        (lambda m: m.append_slots(m.seq, 3), OutOfBlocks, "1 blocks of 4 tokens needed, 0 of 5 are free"),
+        (lambda m: m.allocate([1]), OutOfBlocks, "1 block of 4 tokens needed, 0 of 5 are free: free()"),
+        (lambda m: m.allocate(TEXT[:9]), OutOfBlocks, "1 block of 4 tokens needed, 0 of 5 are free"),
+        (lambda m: m.append_slots(m.seq, 3), OutOfBlocks, "1 block of 4 tokens needed, 0 of 5 are free"),
         (lambda m: m.append_slots(m.seq, 4000), OutOfBlocks, "1,000 blocks of 4 tokens needed, 0 of 5"),
-        (lambda m: m.append_slots(m.child), OutOfBlocks, "1 blocks of 4 tokens needed, 0 of 5 are free"),
+        (lambda m: m.append_slots(m.child), OutOfBlocks, "1 block of 4 tokens needed, 0 of 5 are free"),
         (lambda m: m.append_slots(m.seq, 0), ValueError, "n is 0: give at least 1"),
         (lambda m: m.append_slots(m.seq, 1.5), TypeError, "n is 1.5: give a whole number"),
         (lambda m: m.commit(m.seq, [1, 2, 3]), ValueError, "3 tokens committed, 2 have slots: call append"),

@@ -315,7 +315,7 @@ def test_somebody_elses_blocks_stop_a_running_request_until_they_are_free():
     request = engine.add(IDS[:6], 6)  # 11 rows: 2 blocks now, a third one later
     engine.step()
     held = engine.pool.sequence(IDS[50:58])
-    with pytest.raises(OutOfBlocks, match="1 blocks? of 4 tokens needed, 0 of 4 are free: free"):
+    with pytest.raises(OutOfBlocks, match="1 block of 4 tokens needed, 0 of 4 are free: free"):
         engine.run()
     held.free()
     assert engine.run() == [request]

@@ -87,6 +87,8 @@ def test_a_page_of_one_token_matches_to_the_token_and_one_of_16_to_the_block():
 def test_prompts_with_another_extra_key_never_match(tree):
     for key in ("a salt", 0, b"a salt", ("salt", "adapter")):
         assert tree.match([1, 2, 3, 4], extra_key=key) == ([], tree.root)
+    tree.insert([1, 2], [50], extra_key=1)
+    assert tree.match([1, 2], True)[0] == tree.match([1, 2], 1.0)[0] == [] != tree.match([1, 2], 1)[0]
     assert tree.insert([1, 2, 3, 4], [30, 31], extra_key="a salt") == 0
     assert tree.match([1, 2, 3, 4], extra_key="a salt")[0] == [30, 31]
     assert tree.match([1, 2, 3, 4])[0] == [10, 11]
@@ -174,6 +176,7 @@ def test_the_root_can_be_locked_by_a_request_without_a_hit(tree):
         (lambda t: RadixTree(1.5), TypeError, "page_size is 1.5: give a whole number"),
         (lambda t: t.match("text"), TypeError, "token ids are 'text'"),
         (lambda t: t.match([-1, 0]), ValueError, "token id -1 is outside"),
+        (lambda t: t.match([1], []), TypeError, r"extra_key is \[\]: give something hashable"),
         (lambda t: t.insert([1, 2, 3, 4], [10]), ValueError, "1 pages for 2 whole pages of 2 tokens"),
         (lambda t: t.insert([1, 2, 3], [10, 11]), ValueError, "2 pages for 1 whole pages of 2 tokens"),
         (lambda t: t.insert([1, 2, 8, 8], [10, 11]), ValueError, "page 11 is given for two places"),
