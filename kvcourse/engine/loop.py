@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvcourse.caches import BatchView, PagedCache, PagedPool
-from kvcourse.caches.base import whole_number
 from kvcourse.generate import PREFILL_CHUNK, check_stop, check_token, greedy
 from kvcourse.models.base import check_ids
 from kvcourse.paging import OutOfBlocks
+from kvcourse.paging.prefix import count
 
 _clock = time.perf_counter  # replaced by the tests
 
@@ -87,7 +87,7 @@ class Engine:
     """
 
     def __init__(self, model, num_blocks, block_size=16, prefix_caching=True, max_batch=8):
-        self.max_batch = whole_number(max_batch, "max_batch", least=1)
+        self.max_batch = count(max_batch, "max_batch")
         self.model = model
         self.pool = PagedPool.for_model(
             model, num_blocks, block_size=block_size, prefix_caching=prefix_caching
@@ -105,7 +105,7 @@ class Engine:
         can never fit, whoever else leaves.
         """
         ids = check_ids(ids, self.model.config).tolist()
-        max_new_tokens = whole_number(max_new_tokens, "max_new_tokens", least=1)
+        max_new_tokens = count(max_new_tokens, "max_new_tokens")
         check_stop(stop, self.model.config)
         if not callable(sampler):
             raise TypeError(f"sampler is {sampler!r}: give a function, such as kv.greedy")
