@@ -13,6 +13,9 @@ The recorded run's `results`:
     timing      {name: {seconds (the fastest call), median, calls, why (disturbed, or ""), …}}, and date, cpu.
                 Those of a trace have hits, and so has "the same rules with an OrderedDict", the same number.
                 Blocks: of the manager's three operations together, seconds ÷ blocks is the time of one
+    decode      {shape, layers, tokens (held before the step), threads, difference (largest, of the logits),
+                calls: {"contiguous" or "paged": {seconds, median, calls, why}}}: one NumPy decode step on
+                neighboring rows and on blocks scattered over the pool, in one run
     replay      {trace: {requests, references, names, once (names asked for once), beginnings (different
                 first blocks), quarters (references of each quarter of the requests), runs: {policy:
                 [{capacity (null: no limit), hits, evictions, quarters (hits of each)}]}, foresight and
@@ -45,7 +48,9 @@ import numpy as np
 
 from kvcourse import measure
 from kvcourse.bench import numpy_gpt2
+from kvcourse.caches import ContiguousCache, PagedPool
 from kvcourse.cli import CommandError
+from kvcourse.loading import random_model
 from kvcourse.paging import BlockManager, block_hashes, replay, traces
 from kvcourse.paging.allocation import POLICIES, lognormal_workload, simulate_allocation
 from kvcourse.paging.arrivals import poisson_arrivals, simulate_arrivals
@@ -88,7 +93,10 @@ class Sizes:
     managed: tuple = (1000, 10_000, 50_000)  # capacities of the manager's own replay
     prompt_blocks: int = 64
     hashed_tokens: int = 100_000
+    decode_shape: tuple = ()  # (field, value), … in which the model differs from GPT-2 small
+    decode_tokens: int = 1000
     repeats: int = 7
+    decode_repeats: int = 25
     curve_every: int = 2000  # steps between two points of a curve: 60 s
 
 
@@ -165,6 +173,14 @@ def table(run):
     if "timing" in results:
         lines += ["", "timing, fastest call"]
         lines += [_timing_line(name, t) for name, t in results["timing"]["calls"].items()]
+    if "decode" in results:
+        found = results["decode"]
+        steps = {name: measure.format_seconds(t["seconds"]) for name, t in found["calls"].items()}
+        lines += [
+            "",
+            f"decode after {found['tokens']:,} tokens, {found['shape']}: {steps['paged']} on scattered "
+            f"blocks, {steps['contiguous']} on neighboring rows, ratio {decode_ratio(found):.2f}",
+        ]
     for name, found in results.get("replay", {}).items():
         lines += ["", f"{name}: {found['references']:,} references, hits by capacity"]
         others = {name: found[name] for name in ("foresight", "head_first")}
@@ -196,7 +212,12 @@ def _capacity(blocks):
 
 def disturbed_line(results):
     """Empty, or one line on the timings that other work disturbed."""
-    calls = results.get("timing", {"calls": {}})["calls"]
+    calls = {
+        name: t
+        for part in ("timing", "decode")
+        if part in results
+        for name, t in results[part]["calls"].items()
+    }
     return measure.disturbed_line([(name, t["why"]) for name, t in calls.items()], "timings")
 
 
@@ -279,6 +300,30 @@ class Bench:
             )
         return found
 
+    def decode(self):
+        """One decode step of the NumPy model, with each cache in a block of calls of its own."""
+        model = random_model("gpt2", **dict(self.sizes.decode_shape))
+        tokens, ids = self.sizes.decode_tokens, np.arange(self.sizes.decode_tokens)
+        caches = {"contiguous": ContiguousCache.for_model(model), "paged": scattered_cache(model, tokens + 1)}
+        for cache in caches.values():
+            model(ids, cache, rows=[-1])
+        after = [_decode_step(model, cache) for cache in caches.values()]
+        steps = {name: partial(_decode_step, model, cache) for name, cache in caches.items()}
+        tried = []
+        for attempt in range(ATTEMPTS):
+            time.sleep(PAUSE_SECONDS if attempt else 0)
+            tried.append(measure.time_blocks(steps, self.sizes.decode_repeats, warmup=3))
+            print(f"decode: {tried[-1]}", file=sys.stderr, flush=True)
+            if not any(timed.disturbed for timed in tried[-1].values()):
+                break
+        timed = min(tried, key=lambda found: sum(t.disturbed for t in found.values()))
+        return {
+            "shape": "gpt2", "layers": model.config.num_layers, "tokens": tokens,
+            "threads": measure.threads(),
+            "difference": float(f"{np.abs(after[0] - after[1]).max():.1g}"),
+            "calls": {name: _as_dict(t) for name, t in timed.items()},
+        }  # fmt: skip
+
     def _time(self, name, call, repeats=None):
         """Time a call; again while it is disturbed, at most ATTEMPTS times, of which the fastest counts."""
         tried = []
@@ -288,9 +333,7 @@ class Bench:
             print(f"{name}: {tried[-1]}", file=sys.stderr, flush=True)
             if not tried[-1].disturbed:
                 break
-        timed = min(tried, key=lambda t: (t.disturbed, t.min))
-        seconds, median = float(f"{timed.min:.3g}"), float(f"{timed.median:.3g}")
-        return {"seconds": seconds, "median": median, "calls": len(timed.samples), "why": timed.why}
+        return _as_dict(min(tried, key=lambda t: (t.disturbed, t.min)))
 
     # --- the same everywhere -------------------------------------------------------------------
 
@@ -381,7 +424,12 @@ def quarters(counts):
     return [sum(counts[start:stop]) for start, stop in pairwise(cuts)]
 
 
-SECTIONS = {"timing": Bench.timing, "replay": Bench.replay, "allocation": Bench.allocation}
+SECTIONS = {
+    "timing": Bench.timing,
+    "decode": Bench.decode,
+    "replay": Bench.replay,
+    "allocation": Bench.allocation,
+}
 
 
 def summary(run):
@@ -405,6 +453,34 @@ def curve(run, every):
 
 
 # --- what is timed -----------------------------------------------------------------------
+
+
+def _as_dict(timed):
+    """A measure.Timing as the record keeps it."""
+    seconds, median = float(f"{timed.min:.3g}"), float(f"{timed.median:.3g}")
+    return {"seconds": seconds, "median": median, "calls": len(timed.samples), "why": timed.why}
+
+
+def decode_ratio(found):
+    """How many times as long the fastest paged step of a `decode` section took as the contiguous one."""
+    return found["calls"]["paged"]["seconds"] / found["calls"]["contiguous"]["seconds"]
+
+
+def scattered_cache(model, max_tokens, seed=1):
+    """An empty PagedCache with room for max_tokens in a pool whose free blocks stand in random order."""
+    pool = PagedPool.for_model(model, -(-max_tokens // 16))
+    single = [pool.manager.allocate(range(16)) for _ in range(pool.num_blocks)]
+    for i in np.random.default_rng(seed).permutation(len(single)):
+        pool.manager.free(single[i])
+    return pool.sequence()
+
+
+def _decode_step(model, cache):
+    """One token more, taken back afterwards. Returns its logits (1, vocab_size)."""
+    before = cache.seq_len
+    logits = model([7], cache, rows=[-1])
+    cache.truncate(before)
+    return logits
 
 
 class _Prompts:

@@ -17,10 +17,19 @@ from kvcourse.paging.traces import Request
 
 SMALL = paging.Sizes(
     lognormal=40, at_once=10, capacities=(None, 3), managed=(5,), prompt_blocks=4, hashed_tokens=64,
-    repeats=1, curve_every=100,
+    repeats=1, curve_every=100, decode_tokens=40,
+    decode_repeats=1, decode_shape=(("num_layers", 1), ("vocab_size", 64)),
 )  # fmt: skip
 SHARED = [Request(0.0, 900, 5, (1, 2, 3)), Request(1.0, 900, 5, (1, 2, 4)), Request(2.0, 900, 5, (1, 2, 3))]
 LENGTHS = [Request(0.3 * i, 100 + 7 * i, 5 + i) for i in range(30)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def once():
+    """No second attempts and no waiting: these tests look at what is kept, not at how long it takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paging, "ATTEMPTS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +61,10 @@ def test_a_small_run_by_hand(small):
     assert calls["5 blocks, the same rules with an OrderedDict"]["hits"] == 4
     assert calls["block_hashes of 64 tokens"]["blocks"] == 4
     assert all(t["seconds"] > 0 and isinstance(t["why"], str) for t in calls.values())
+    decode = small.results["decode"]
+    assert (decode["layers"], decode["tokens"], list(decode["calls"])) == (1, 40, ["contiguous", "paged"])
+    assert decode["difference"] < 2e-4  # float32 sums in another order
+    assert paging.decode_ratio({"calls": {"paged": {"seconds": 3}, "contiguous": {"seconds": 2}}}) == 1.5
     workload = small.results["allocation"]["azure-conv"]
     assert (workload["requests"], workload["prompt_tokens"]) == (30, sum(100 + 7 * i for i in range(30)))
     assert list(workload["policies"]) == list(POLICIES)
