@@ -51,7 +51,8 @@ class PagedPool:
         """A PagedCache for a new sequence, with the blocks that `token_ids` need.
 
         Its seq_len is the number of tokens whose rows were found in the pool, whole blocks and at most
-        len(token_ids) − 1: pass token_ids[cache.seq_len:] through the model. Only a sequence with the
+        len(token_ids) − 1. Give the model, or kv.generate, the rest: token_ids[cache.seq_len:]. Whoever gives
+        the whole prompt continues the found tokens with the prompt, another text. Only a sequence with the
         same salt and adapter finds them. The blocks are given back by `free()` only.
 
         Raises OutOfBlocks, the pool unchanged, and TypeError or ValueError for ids, salt or adapter of

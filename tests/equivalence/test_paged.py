@@ -97,6 +97,20 @@ def test_a_row_of_another_sequence_would_be_seen():
     assert difference > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_takes_the_rest_of_a_prompt_that_was_found(name):
+    """Cold, then warm: the same text. Warm with the whole prompt, the found tokens would count twice."""
+    model, prompt = MODELS[name], IDS[:20]
+    pool, expected = kv.PagedPool.for_model(model, 20, block_size=8), kv.generate(model, prompt, 6)
+    for found in (0, 16):
+        cache = pool.sequence(prompt)
+        assert cache.seq_len == found
+        text = kv.generate(model, prompt[cache.seq_len :], 6, cache=cache)
+        assert_same_texts(model, [(prompt, 6)], [text], [expected])
+        assert cache.seq_len == 20 + 5
+        cache.free()
+
+
 # --- twenty requests ------------------------------------------------------------------------------------
 
 
