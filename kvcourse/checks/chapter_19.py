@@ -11,6 +11,7 @@ PROMPTS = (
     {"question": (60, 1.0), "profile": (300, 0.1), "documents": (8000, 0.15)},
     {"news": (9000, 0.9), "question": (90, 1.0), "rules": (1200, 0.02)},
     {"b": (700, 0.2), "e": (900, 0.35), "a": (120, 0.05), "d": (4000, 0.5), "c": (650, 0.1)},
+    {"q": (1500, 0.9), "p": (300, 0.4), "r": (900, 0.8), "s": (400, 0.7)},
     {"only": (500, 0.4)},
     {"x": (0, 0.1), "y": (400, 0.0), "z": (400, 1.0)},
 )  # fmt: skip
@@ -28,6 +29,7 @@ def _read(order, parts):
 
 @exercise("19.best_order", right="no order of these prompts lets more tokens be read from the cache.")
 def best_order(run: Run) -> str | None:
+    run.explain = _explain
     for parts in PROMPTS:
         got = run(parts)
         if isinstance(got, tuple):
@@ -39,6 +41,12 @@ def best_order(run: Run) -> str | None:
         best = max(_read(order, parts) for order in permutations(parts))
         if _read(got, parts) < best - 1e-6:
             return _mistake(got, parts, best)
+    return None
+
+
+def _explain(error):
+    if isinstance(error, ZeroDivisionError):
+        return "it divides by 0: a part that never changes has probability 0"
     return None
 
 

@@ -7,6 +7,7 @@ vendors' documents stated when they were read (`READ`). They change: look them u
 
 from dataclasses import dataclass
 from itertools import accumulate
+from numbers import Integral
 
 READ = "November 2026"
 
@@ -23,7 +24,8 @@ class Rules:
     lifetime  how long a beginning is kept after its last use
     automatic  True: every beginning of a prompt is kept. False: those that the request marks
 
-    Raises ValueError for a negative price or lifetime, and for a minimum or step below 1.
+    Raises ValueError for a negative price or lifetime, and for a minimum or step that is no whole number or
+    below 1.
     """
 
     name: str
@@ -38,11 +40,17 @@ class Rules:
 
     def __post_init__(self):
         for field in ("read", "write", "output", "lifetime"):
-            if getattr(self, field) < 0:
+            if not getattr(self, field) >= 0:  # so that NaN is refused, too
                 raise ValueError(f"{field} is {getattr(self, field)}: give 0 or more")
         for field in ("minimum", "step"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}: give at least 1 token")
+            if not _whole(getattr(self, field), 1):
+                raise ValueError(
+                    f"{field} is {getattr(self, field)}: give a whole number of tokens, at least 1"
+                )
+
+
+def _whole(number, least):
+    return isinstance(number, Integral) and number >= least
 
 
 # Of each document the cheapest read and the shortest lifetime. Before the GPT-5.6 family: cached tokens count
@@ -103,24 +111,33 @@ def bill(requests, rules=None):
     rules     None: nothing is kept
 
     A beginning can be read by later requests until `lifetime` seconds after its last use. Two prompts share
-    their leading equal parts; where parts differ, they are taken to differ from the first token.
-    Raises ValueError for requests that go back in time, a part of negative length, and a mark outside 0 …
-    the number of parts.
+    their leading equal parts; where parts differ, in content or length, they are taken to differ from the
+    first token.
+    Raises ValueError for requests that go back in time, for a part or an answer whose length is negative or
+    no whole number, and for a mark outside 0 … the number of parts.
     """
     last_use, usages, now = {}, [], 0.0
     for request in requests:
-        if request.at < now:
+        if not request.at >= now:
             raise ValueError(f"a request at {request.at} s after one at {now} s: give them in order of time")
+        _check_lengths(request)
         now = request.at
-        contents = tuple(content for content, _ in request.parts)
-        lengths = list(accumulate((tokens for _, tokens in request.parts), initial=0))
-        if any(tokens < 0 for _, tokens in request.parts):
-            raise ValueError("a part has fewer than 0 tokens")
+        contents = tuple((content, tokens) for content, tokens in request.parts)
+        lengths = list(accumulate((tokens for _, tokens in contents), initial=0))
         read = written = 0
         if rules is not None:
             read, written = _kept(request, rules, last_use, contents, lengths)
         usages.append(Usage(read, written, lengths[-1] - read - written, request.output))
     return usages
+
+
+def _check_lengths(request):
+    for what, tokens in [("a part", tokens) for _, tokens in request.parts] + [("an answer", request.output)]:
+        if not _whole(tokens, 0):
+            raise ValueError(f"{what} has {tokens} tokens: give a whole number, at least 0")
+    parts = len(request.parts)
+    if any(not 0 <= mark <= parts for mark in request.marks or ()):
+        raise ValueError(f"marks are {request.marks}: give numbers of parts from 0 to {parts}")
 
 
 def _kept(request, rules, last_use, contents, lengths):
@@ -149,14 +166,14 @@ def _marks(request, rules):
     parts = len(request.parts)
     if rules.automatic:
         return range(1, parts + 1)
-    marks = (parts,) if request.marks is None else request.marks
-    if any(not 0 <= mark <= parts for mark in marks):
-        raise ValueError(f"marks are {marks}: give numbers of parts from 0 to {parts}")
-    return marks
+    return (parts,) if request.marks is None else request.marks
 
 
 def cost(usage, rules=None, output=5.0):
-    """What one request costs, in uncached input tokens. Without rules every token of the prompt costs 1."""
+    """What one request costs, in uncached input tokens. Without rules every token of the prompt costs 1.
+
+    output  price of a token of the answer without rules; with rules theirs counts
+    """
     if rules is None:
         return usage.prompt + usage.output * output
     return usage.read * rules.read + usage.written * rules.write + usage.plain + usage.output * rules.output
@@ -168,7 +185,10 @@ def conversation(turns, prefix, question, answer, gap):
     prefix    tokens before the first question (system text, tools, documents)
     question, answer  tokens of each
     gap       seconds from one request to the next
+    Raises ValueError for fewer than 0 turns.
     """
+    if turns < 0:
+        raise ValueError(f"turns is {turns}: give 0 or more")
     parts, requests = (("prefix", prefix),), []
     for turn in range(turns):
         parts += ((f"question {turn}", question),)

@@ -93,6 +93,10 @@ def test_marks():
     assert used([request(0, "a:10", marks=())], rules) == [(0, 0, 10, 0)]
 
 
+def test_equal_names_of_other_lengths_are_other_texts():
+    assert used([request(0, "a:10"), request(1, "a:30")]) == [(0, 10, 0, 0), (0, 30, 0, 0)]
+
+
 def test_a_mark_below_the_minimum_keeps_nothing():
     asked = [request(at, "a:10", "b:4", marks=(1,)) for at in (0, 1)]
     assert used(asked, replace(ANTHROPIC_5_MINUTES, minimum=11)) == [(0, 0, 14, 0)] * 2
@@ -146,8 +150,15 @@ def test_fields_add_up():
         (lambda: replace(OPENAI_5_MINUTES, step=0), "step is 0"),
         (lambda: replace(OPENAI_5_MINUTES, minimum=0), "minimum is 0"),
         (lambda: prices.bill([request(5, "a:1"), request(4, "a:1")]), "in order of time"),
-        (lambda: prices.bill([request(0, "a:-1")]), "fewer than 0"),
+        (lambda: prices.bill([request(0, "a:-1")]), "a part has -1 tokens"),
         (lambda: prices.bill([request(0, "a:1", marks=(2,))], ANTHROPIC_1_HOUR), "from 0 to 1"),
+        (lambda: prices.bill([request(0, "a:1", marks=(2,))]), "from 0 to 1"),
+        (lambda: prices.bill([request(0, "a:1", output=-5)]), "an answer has -5 tokens"),
+        (lambda: prices.bill([Request(0, (("a", 1500.5),))]), "a part has 1500.5 tokens"),
+        (lambda: prices.bill([request(float("nan"), "a:1")]), "in order of time"),
+        (lambda: replace(OPENAI_5_MINUTES, read=float("nan")), "read is nan"),
+        (lambda: replace(OPENAI_5_MINUTES, step=1.5), "step is 1.5"),
+        (lambda: prices.conversation(-1, 1, 1, 1, 1), "turns is -1"),
     ],
 )
 def test_refused(make, words):
