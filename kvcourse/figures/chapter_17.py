@@ -22,20 +22,13 @@ BLOCK_SIZES = [8, 16, 32]
 ORDERS = ["shuffled", "in order"]
 POOL_COLUMNS = 8  # blocks in a row of the pool's map
 
-# Streaming multiprocessors of the devices in data/devices.json: NVIDIA's Hopper tuning guide (H100), the
-# datasheets' CUDA cores divided by the cores of a multiprocessor (64 in the A100, 128 in the others).
-MULTIPROCESSORS = {
-    "h100-sxm": 132,
-    "a100-80gb": 108,
-    "rtx-4090": 128,
-    "l4": 58,
-    "rtx-3060-laptop": 30,
-}
-
 PALE = f"rgba(0, 114, 178, {look.CACHED_OPACITY})"  # cached rows, read again
 # Gray on the bare page, so that it is seen in both themes.
 HATCHED = {"shape": look.HATCH, "fgcolor": look.MASKED, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.15}
 CELL = 0.94  # of a column: length of a whole cell
+LABELED = 0.7  # of a cell, filled from the left: its label lies on the filled part
+CLEAR = "rgba(0,0,0,0)"
+LEAST = 0.11  # of a cell in the pool's map: one token of 32 would be a line of one pixel
 AXIS = {"showgrid": False, "ticks": "", "linewidth": 1}
 
 
@@ -80,10 +73,11 @@ def _draw_pool(figure, cells, block_size, **axes):
     held, rest = [], []
     for block, (label, tokens, hover) in enumerate(cells):
         x, y = block % POOL_COLUMNS, block // POOL_COLUMNS
+        filled = max(tokens / block_size, LEAST) if tokens else 0
         if tokens:
-            held.append((x, y, 0, tokens / block_size, label, hover))
+            held.append((x, y, 0, filled, label, hover))
         if tokens < block_size:
-            rest.append((x, y, tokens / block_size, 1, "", f"{hover}; {block_size - tokens} slots unused"))
+            rest.append((x, y, filled, 1, "", f"{hover}; {block_size - tokens} slots unused"))
     figure.add_trace(_bars(held, "rows of tokens", {"color": PALE}, **axes))
     figure.add_trace(_bars(rest, "slots without a token", {"color": look.MASKED, "pattern": HATCHED}, **axes))
     figure.add_trace(_labels(held, **axes))
@@ -119,12 +113,21 @@ def _bars(parts, name, marker, **more):
 
 
 def _labels(parts, **more):
-    """The labels in the middle of their cells, however short the part that is filled."""
+    """The labels in the middle of their cells, however short the part that is filled.
+
+    On the hatch of an unused slot a label has the page's color behind it.
+    """
     return go.Scatter(
         x=[x for x, *_ in parts],
         y=[y for _, y, *_ in parts],
         text=[label for *_, label, _ in parts],
-        mode="text",
+        mode="markers+text",
+        marker={
+            "symbol": "square",
+            "size": 20,
+            "opacity": 1,
+            "color": [look.PAPER if filled < LABELED else CLEAR for _, _, _, filled, *_ in parts],
+        },
         textfont={"color": look.INK, "size": look.TEXT_SIZE},
         hoverinfo="skip",
         showlegend=False,
@@ -163,11 +166,13 @@ def splits_needed(batch, num_kv_heads, multiprocessors):
 
 
 def splits_table(batches, num_kv_heads):
-    """Splits that fill each device, one column for each batch."""
+    """Splits that fill each device whose multiprocessors are published, one column for each batch."""
     lines = [f"{'':<32}{'multi-':>10}{'splits that give each a program, batch':>48}"]
     lines.append(f"{'':<32}{'processors':>10}" + "".join(f"{batch:>12}" for batch in batches))
-    for key, count in MULTIPROCESSORS.items():
-        name = sizing.device(key).name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    for device in sizing.devices().values():
+        if device.multiprocessors is None:
+            continue
+        count, name = device.multiprocessors, device.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
         needed = "".join(f"{splits_needed(batch, num_kv_heads, count):>12}" for batch in batches)
         lines.append(f"{name:<32}{count:>10}{needed}")
     return "\n".join(lines)
@@ -287,12 +292,14 @@ def loads_text(data):
     floor, kernel, gather = (data[key] for key in ("floor", "kernel", "gather"))
     answers = "equal" if data["same"] else "differ from"
     count = data["padding"]
-    padding = f"; −1 stands in {count} place{'s' * (count > 1)} of the tables, never read" * bool(count)
+    padding = f", and −1, in {count} place{'s' * (count > 1)} of the tables, is never read" * bool(count)
+    order = "each loads one block" if longest == 1 else f"the longest loads {longest} blocks in a row"
+    splits = f"{data['splits']} split{'s' * (data['splits'] > 1)}"
     return (
-        f"{launched} programs, {data['num_kv_heads']} KV heads for each text and split: {data['with_work']} "
-        f"have work, and none loads more than {longest} block{'s' * (longest > 1)}, one after the other. "
-        f"K and V once are {floor / 1000:,.1f} kB; this kernel moves {kernel / floor:.2f} times that, "
-        f"a gather {gather / floor:.2f} times. The answers {answers} attention over contiguous rows{padding}."
+        f"{data['with_work']} of {launched} programs ({data['num_kv_heads']} KV heads · "
+        f"{len(data['lengths'])} texts · {splits}) have work, {order}, and they move "
+        f"{kernel / floor:.2f} times the {floor / 1000:,.1f} kB of K and V, a gather "
+        f"{gather / floor:.2f} times; the answers {answers} attention over contiguous rows{padding}."
     )
 
 
@@ -310,9 +317,32 @@ def kernel_source(name):
     raise ValueError(f"triton_decode.py has no kernel {name!r}: it has _attend and _merge")
 
 
-def kernel_loop(name="_attend"):
-    """The lines of that kernel from its loop over the context to the loop's end."""
-    lines = kernel_source(name).splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("    for "))
-    last = next(i for i in range(first + 1, len(lines)) if lines[i] and not lines[i].startswith("     "))
-    return "\n".join(lines[first:last]).rstrip()
+EXCERPT = {"sequence", "start", "stop", "table", "highest", "total", "mixed", "total_or_1", "to"}
+EXCERPT |= {"length", "num_blocks", "tokens_per_split"}  # names of `_attend`
+
+
+def kernel_excerpt():
+    """What the page reads of the kernel `_attend`; "..." stands for lines left out.
+
+    Shown are who the program is, its part of the context, the loop, and where the answer goes.
+    """
+    lines, shown, last = kernel_source("_attend").splitlines(), [], None
+    for node in ast.parse("\n".join(lines)).body[0].body:
+        if isinstance(node, ast.For) or _is_store(node) or _assigned(node) & EXCERPT:
+            first = node.lineno - 1
+            while lines[first - 1].lstrip().startswith("#"):
+                first -= 1
+            between = lines[last:first] if shown else []
+            gap = ["    ..."] if any(between) else between
+            shown, last = shown + gap + lines[first : node.end_lineno], node.end_lineno
+    return "\n".join(shown)
+
+
+def _assigned(node):
+    """Names that a statement assigns to."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def _is_store(node):
+    return isinstance(node, ast.Expr) and "tl.store(" in ast.unparse(node)

@@ -23,6 +23,8 @@ class Device:
     bandwidth     bytes a second between memory and processor
     flops_16bit, flops_fp8, flops_32bit  peak FLOP/s of dense matrix products (16-bit: with 32-bit
                   sums), or None where none is published
+    multiprocessors  of the GPU, each with its own programs (a GPU's "SM"), or None where `source` and
+                  `multiprocessors_source` do not name them
     """
 
     key: str
@@ -33,6 +35,8 @@ class Device:
     flops_fp8: float | None
     flops_32bit: float | None
     source: str
+    multiprocessors: int | None = None
+    multiprocessors_source: str | None = None
 
     def peak(self, weights_dtype="float16"):
         """FLOP/s at which products with these weights run, or None where it is not published.
@@ -116,6 +120,8 @@ def _device(key, entry):
         flops_fp8=per_second("tflops_fp8", 1e12),
         flops_32bit=per_second("tflops_32bit", 1e12),
         source=entry["source"],
+        multiprocessors=entry.get("multiprocessors"),
+        multiprocessors_source=entry.get("multiprocessors_source"),
     )
 
 

@@ -15,6 +15,7 @@ import kvcourse as kv
 from kvcourse import checks, kernels, ops, paths, sizing
 from kvcourse.bench.chapter_code import tagged_code
 from kvcourse.figures import chapter_17 as figures
+from kvcourse.figures import template as look
 from kvcourse.widgets import chapter_17 as widgets
 
 NOTEBOOK = paths.chapters_dir() / "17_a_kernel_that_follows_the_table.ipynb"
@@ -161,6 +162,7 @@ def test_printed_answers_by_hand():
         "Answer: 4 times.",
         "Answer: 12 programs.",
         "Answer: nothing, not one bit.",
+        "Answer: vectors that are too short.",
         "Answer: 17 splits.",  # 132 / 8, rounded up
         "Answer: 0.667.",  # 8 / 12
         "Answer: 32 programs.",
@@ -187,7 +189,18 @@ def test_bytes_by_hand():
     assert figures.splits_needed(1, 8, 132) == 17 and figures.splits_needed(17, 8, 132) == 1
     assert figures.splits_needed(16, 8, 132) == 2
     table = figures.splits_table((1, 64), 8).split("\n")
-    assert table[2].split() == "H100 SXM 80 GB 132 17 1".split() and len(table) == 2 + 5
+    assert table[2].split() == "H100 SXM 80 GB 132 17 1".split()
+    assert "L4" not in "".join(table)  # its maker does not publish them
+    assert len(table) == 2 + sum(device.multiprocessors is not None for device in sizing.devices().values())
+
+
+def test_the_kernels_own_splits_by_hand():
+    """4 · 132 / 8 = 66 programs for each KV head, of which the kernel takes its most, 64."""
+    pytest.importorskip("triton")
+    from kvcourse.kernels import triton_decode as triton
+
+    step = triton.step_tokens(128, 2)
+    assert triton.choose_num_splits(8, 4096, step, 132) == triton.MAX_SPLITS == 64 <= 4096 // step
 
 
 def test_the_broken_texts_tokens_are_no_near_tie(page, model, tokenizer):
@@ -241,8 +254,13 @@ def test_the_panels_numbers_by_hand(passages):
     assert data["with_work"] == 32 and len(data["programs"]) == 18 and data["same"]
     assert data["padding"] == 3 * 8 - 11
     text = figures.loads_text(data)
-    assert text.startswith("72 programs, 4 KV heads for each text and split: 32 have work")
-    assert "none loads more than 2 blocks, one" in text and "311.3 kB; this kernel moves 1.12 times" in text
+    assert text == (
+        "32 of 72 programs (4 KV heads · 3 texts · 6 splits) have work, the longest loads 2 blocks in a row, "
+        "and they move 1.12 times the 311.3 kB of K and V, a gather 3.32 times; the answers equal attention "
+        "over contiguous rows, and −1, in 13 places of the tables, is never read."
+    )
+    shortest = figures.loads_text(figures.loads(1, 1, 1, 1, 16, "in order", *passages))
+    assert shortest.startswith("12 of 12 programs (4 KV heads · 3 texts · 1 split) have work, each loads")
     shuffled = figures.loads(6, 12, 40, 100, 16, "shuffled", *passages)
     assert [len(blocks) for *_, blocks in shuffled["programs"]] == [len(b) for *_, b in data["programs"]]
     assert shuffled["tables"] != data["tables"] and shuffled["same"]
@@ -263,7 +281,7 @@ def test_the_panel_at_the_ends_of_its_controls(passages):
         for size in figures.BLOCK_SIZES:
             for splits, a, b, c in ((1, 1, 1, 1), (6, 128, 128, 128), (6, 1, 64, 128)):
                 text = panel.set(order=order, block_size=size, splits=splits, a=a, b=b, c=c)
-                assert "answers equal" in text and f"{12 * splits} programs" in text
+                assert "answers equal" in text and f"of {12 * splits} programs" in text
                 blocks = {block for *_, loaded in panel.data["programs"] for block in loaded}
                 assert -1 not in blocks and panel.data["total"] - 1 not in blocks
                 for trace in panel.figure.data:
@@ -288,21 +306,33 @@ def test_the_figure_names_block_and_mask(passages):
     assert list(names.text).count("A0") == 1 and len(names.text) == 11
     assert list(ids.text) == [str(block) for block in range(11)] and list(ids.y) == [0] + [1] * 3 + [2] * 7
     assert len(masked.x) == 3  # the last block of each text
+    one = figures.loads_figure(figures.loads(1, 1, 40, 100, 32, "in order", *passages))
+    assert min(one.data[3].x) == pytest.approx(figures.CELL * figures.LEAST, abs=1e-4)  # not 1/32 of a cell
     assert loaded.hovertext[3] == "text B, split 0, load 3: block 3, 8 of 16 slots"
+    # 12, 8 and 4 of 16 slots of the last blocks: the labels of two lie on the hatch.
+    assert [color == look.PAPER for color in ids.marker.color] == [
+        *[False], *[False, False, True], *[False] * 6, True,
+    ]  # fmt: skip
     assert len(held.x) == 11 and len(unused.x) == 3 + 25 - 11
 
 
 # --- the kernel's text ------------------------------------------------------------------------
 
 
-def test_the_shown_source_is_the_kernels_loop():
-    source, loop = figures.kernel_source("_attend"), figures.kernel_loop()
-    assert source.startswith("@triton.jit\ndef _attend(") and loop in source
+def test_the_shown_source_is_the_kernels():
+    """Whole pieces of it in their order, the whole loop among them, and what the page's table speaks of."""
+    source, shown = figures.kernel_source("_attend"), figures.kernel_excerpt()
+    assert source.startswith("@triton.jit\ndef _attend(") and shown in printed()
+    pieces, at = shown.split("\n    ...\n"), 0
+    for piece in pieces:
+        at = source.index(piece, at) + len(piece)
     (node,) = (n for n in ast.parse(source).body[0].body if isinstance(n, ast.For))
-    assert loop.splitlines() == source.splitlines()[node.lineno - 1 : node.end_lineno]
-    assert loop in printed()
-    for words in ("block_size, mask=here", "shrink = ", "mixed * shrink"):
-        assert words in loop  # what the page's table speaks of
+    assert "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno]) in shown
+    assert pieces[0] == source.splitlines()[source.splitlines().index(pieces[0])]  # one line: program_id
+    for words in ("program_id(2)", "    table = ", "block_size, mask=here", "shrink = ", "mixed * shrink"):
+        assert words in shown
+    for words in ("    stop = ", "    highest = tl.full", "\n    tl.store(\n        out_ptr", "total_or_1 ="):
+        assert words in shown
     with pytest.raises(ValueError, match="no kernel 'x'"):
         figures.kernel_source("x")
 

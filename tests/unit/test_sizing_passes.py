@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvcourse import config as configs
 from kvcourse import sizing
+from kvcourse.figures import chapter_c
 
 LLAMA_8B, GPT2, MISTRAL = (configs.lookup(key) for key in ("llama-3.1-8b", "gpt2", "mistral-7b-v0.1"))
 V3, H100 = configs.lookup("deepseek-v3"), sizing.device("h100-sxm")
@@ -127,7 +128,10 @@ def test_every_device_says_where_its_figures_come_from():
         assert found.key == key and found.bandwidth > 1e9 and found.source
         assert found.memory_bytes is None or found.memory_bytes > 2**30
         assert found.peak() is None or found.ridge > 5
+        assert (found.multiprocessors is None) == (found.multiprocessors_source is None)
     assert sizing.device("h200").bandwidth > H100.bandwidth
+    assert H100.multiprocessors == chapter_c.H100_MULTIPROCESSORS == 132
+    assert sizing.device("rtx-3060-laptop").multiprocessors == 3840 // 128  # CUDA cores, as the maker counts
     with pytest.raises(KeyError, match="no device 'h300' in the table: use one of h100-sxm"):
         sizing.device("h300")
 
