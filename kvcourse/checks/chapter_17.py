@@ -75,7 +75,7 @@ def _mistake(got, scores, v, first, length):
         slot = int(np.argmax(hidden & used))
         return f"slot {slot} is masked, and it holds token {first + slot} of {length}"
     if (~hidden & ~used).any():
-        return _open_slot(new_scores, scores, int(np.argmax(~hidden & ~used)), first, length)
+        return _open_slot(new_scores, scores, ~hidden & ~used, first, length)
     if not np.array_equal(new_scores[:, used], scores[:, used]):
         return "scores of tokens were changed: only unused slots are masked"
     if not np.array_equal(new_v[used], v[used]):
@@ -90,15 +90,21 @@ def _mistake(got, scores, v, first, length):
     return None
 
 
-def _open_slot(new_scores, scores, slot, first, length):
+def _open_slot(new_scores, scores, open_slots, first, length):
+    slot = int(np.argmax(open_slots))
+    query = int(np.argmax(new_scores[:, slot] != -np.inf))  # its score takes part, others may be masked
     where = f"slot {slot} would be token {first + slot}, and the sequence has {length}"
-    value = new_scores[0, slot]
+    value, before = new_scores[query, slot], scores[query, slot]
+    if query:
+        return f"{where}: its score is −inf for query 0 and {value:g} for query {query}. Mask it for all"
     if np.isnan(value):
-        if np.isnan(scores[0, slot]):
+        if np.isnan(before):
             return f"{where}: its score is NaN. NaN times 0 or plus −inf stays NaN: choose with np.where"
         return f"{where}: its score became NaN (0 · −inf): choose with np.where"
     if value == 0:
         return f"{where}: a score of 0 has weight e⁰ = 1 before the division: −inf has 0"
-    if value == scores[0, slot]:
+    if value == before:
+        if open_slots.sum() == 1 and slot + 1 < SIZE:
+            return f"{where}: the last token is number {length - 1}, so use < and not <="
         return f"{where}: its score is still that of an old key. Token number: first + slot"
     return f"{where}: its score is {value:g}, expected −inf"

@@ -49,13 +49,19 @@ def _scores_alone(scores, v, first, length):
     return np.where(first + np.arange(len(v)) < length, scores, -np.inf)
 
 
+def _query_0_alone(scores, v, first, length):
+    used = first + np.arange(len(v)) < length
+    scores = scores.copy()
+    scores[0, ~used] = -np.inf
+    return scores, np.where(used[:, None], v, 0)
+
+
 WRONG = {
     "17.mask_block": [
         (_answer(lambda slot, first, length: slot < length % len(slot)), "says nothing of earlier blocks"),
         (_answer(lambda slot, first, length: slot < length), "Token number: first + slot"),
-        (_answer(lambda slot, first, length: first + slot <= length), "would be token 10"),
+        (_answer(lambda slot, first, length: first + slot <= length), "so use < and not <="),
         (_answer(lambda slot, first, length: first + slot < length - 1), "and it holds token 7 of 8"),
-        (_answer(_right, score=0.0), "a score of 0 has weight"),
         (_answer(_right, score=-1e4), "expected −inf"),
         (_answer(_right, value=None), "v keeps old values"),
         (_times_mask, "a score of 0 has weight"),
@@ -64,5 +70,6 @@ WRONG = {
         (_cut, "a block keeps all its slots"),
         (_in_place, "changed its input"),
         (_scores_alone, "two arrays"),
+        (_query_0_alone, "−inf for query 0 and 50 for query 1"),
     ]
 }
