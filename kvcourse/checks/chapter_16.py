@@ -1,6 +1,6 @@
 """The exercises of chapter 16."""
 
-import numpy as np
+import numbers
 
 from kvcourse.checks import Run, exercise, short
 
@@ -25,7 +25,8 @@ def slot_mapping(run: Run) -> str | None:
     for table, start, stop, size in TABLES:
         run.explain = _explain
         got = run(table, start, stop, size)
-        got = got.tolist() if isinstance(got, np.ndarray) else got
+        got = got.tolist() if hasattr(got, "tolist") else got  # arrays of NumPy and of torch
+        got = list(got) if isinstance(got, tuple) else got
         case = f"block_table {table}, tokens {start} … {stop - 1}, block_size {size}"
         if not isinstance(got, list):
             return f"return a list of slots, not {short(got)}"
@@ -44,10 +45,13 @@ def _explain(error):
 def _mapping_mistake(got, table, start, stop, size):
     positions = range(start, stop)
     want = [table[p // size] * size + p % size for p in positions]
-    if got == want:
-        return None
     if any(isinstance(item, (tuple, list)) for item in got):
         return "a slot is one number, block · block_size + place in the block, not a pair"
+    for item in got:
+        if not isinstance(item, numbers.Integral) or isinstance(item, bool):
+            return f"a slot is a whole number, an index, not {short(item)}"
+    if got == want:
+        return None
     if len(got) != len(want):
         return f"{len(got)} slots for {len(want)} tokens: start … stop − 1 are meant, stop is not"
     wrong = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
@@ -55,6 +59,7 @@ def _mapping_mistake(got, table, start, stop, size):
     for rule, name in (
         (lambda p: p, "that is the position itself; the block table says where its block lies"),
         (lambda p: table[0] * size + p, "blocks need not be adjacent: each has its own entry in the table"),
+        (lambda p: table[p // 16] * 16 + p % 16, "take block_size, not always 16"),
         (lambda p: table[p // size] * size, "that is the first slot of its block: add the place in it"),
         (lambda p: table[p // size] + p % size, "a block number counts blocks: multiply it by block_size"),
         (

@@ -24,6 +24,11 @@ HAND = (
     (2, 6), (4, 6), (2, 2), (9, 1), (5, 1), (9, 3), (10, 2), (2, 3), (2, 6), (10, 3), (4, 4), (4, 4),
 )  # fmt: skip
 STEPS = 15  # the last answer is complete after this many
+# One piece for each request, exactly as long as it will be, so placed that all twelve fit: (start, slots).
+HINDSIGHT = (
+    (0, 8), (12, 10), (8, 4), (22, 10), (22, 6), (22, 12), (0, 12), (12, 5), (0, 8), (17, 13), (8, 8),
+    (30, 8),
+)  # fmt: skip
 
 KINDS = {  # of a slot in a step -> label
     "held": "holds a token",
@@ -41,6 +46,10 @@ POLICIES = {  # name in the package -> in words
     "paged": "paged",
 }
 KNOWS = "knows the answers"  # one piece, exactly as long as it will be: nobody can do this
+
+# Thickness of a bar of a map, in lines. Without it plotly takes it from the distance of a trace's own bars:
+# what occurs in distant lines only would be drawn over several of them.
+_THICK = 0.88
 
 _CLEAR = "rgba(0,0,0,0)"
 _PALE = "rgba(213, 94, 0, 0.3)"  # vermilion
@@ -259,8 +268,8 @@ def map_figure(rows, kinds, proposal=None):
         step, start, length = proposal
         outline = {"color": _CLEAR, "line": {"color": look.INK, "width": 2.5}}
         box = {"x": [length], "y": [step], "base": [start - 0.5], "marker": outline, "orientation": "h"}
-        figure.add_bar(**box, name="your choice", hovertemplate="your choice<extra></extra>")
-    figure.update_layout(barmode="overlay", bargap=0.12)
+        figure.add_bar(**box, width=_THICK, name="your choice", hovertemplate="your choice<extra></extra>")
+    figure.update_layout(barmode="overlay")
     figure.update_xaxes(range=[-0.5, SLOTS - 0.5], dtick=4, ticks="", showgrid=True)
     return figure.update_yaxes(range=[STEPS - 0.5, -0.5], dtick=1, ticks="")
 
@@ -278,6 +287,7 @@ def _bars(found, kind):
         text=["" if kind != "held" else str(number) for _, _, _, number in found],
         textfont={"color": "#ffffff", "size": look.TEXT_SIZE},
         marker=MARKERS[kind],
+        width=_THICK,
     )
     # `cells` makes cells of one length; these are as long as their runs, with a thin line between two.
     bar.x = [length - 0.1 for _, _, length, _ in found]
@@ -331,6 +341,7 @@ def hand(start, slots, *, moves):
         # What is running counts as open, so that no hatch tells how long its answer will be.
         data |= {"step": step, "start": start, "slots": slots, "prompt": HAND[step][0]}
         data["problem"] = problem(rows[step], start, slots, HAND[step][0])
+        data["first_free"] = next((slot for slot, cell in enumerate(rows[step]) if cell is None), start)
     return data
 
 
@@ -361,7 +372,8 @@ def hand_text(data):
         answers = ", ".join(str(answer) for _, answer in HAND)
         return (
             f"All {len(HAND)} have come. You answered {count['complete']} in full, cut {count['cut short']} "
-            f"short and turned {count['turned away']} away. Their answers had {answers} tokens."
+            f"short and turned {count['turned away']} away. Their answers had {answers} tokens: "
+            f"start over to use that."
         )
     step, start, slots = data["step"], data["start"], data["slots"]
     where = f"slots {start} … {start + slots - 1} are free: it can go there"
@@ -382,10 +394,14 @@ TRACES = {"azure-conv": "Azure, chat", "azure-code": "Azure, code"}
 def azure_table(results):
     """What a recorded `kvcourse bench paging` found on the public traces, as text.
 
-    Shares of the memory that hold a token, at the end of each request and in a full memory; requests at once
-    in that, and how often one gave way.
+    Shares of the memory that hold a token, at the end of each request, over all steps of all requests, and in
+    a full memory; requests at once in that, and how often one gave way; and the share of samples in which
+    somebody waits when all requests come at their own time.
     """
-    lines = [f"{'':>46}{'at the end':>12}{'full memory':>13}{'at once':>9}{'gave way':>10}"]
+    lines = [
+        f"{'':>34}{'at the end':>12}{'all steps':>11}{'full memory':>13}{'at once':>9}{'gave way':>10}"
+        f"{'somebody waits':>16}"
+    ]
     for name, title in TRACES.items():
         found = results.get("allocation", {}).get(name)
         if found is None:
@@ -398,8 +414,9 @@ def azure_table(results):
         for policy, shares in found["policies"].items():
             run = shares["all_at_once"]
             lines.append(
-                f"{POLICIES[policy]:>46}{100 * shares['end']:>10.1f} %{100 * run['shares']['held']:>11.1f} %"
-                f"{run['running']:>9.1f}{run['put_back']:>10}"
+                f"{POLICIES[policy]:>34}{100 * shares['end']:>10.1f} %{100 * shares['life']:>9.1f} %"
+                f"{100 * run['shares']['held']:>11.1f} %{run['running']:>9.1f}{run['put_back']:>10}"
+                f"{100 * shares['as_they_came']['crowded']:>14.1f} %"
             )
     return "\n".join(lines) if len(lines) > 1 else NO_RECORDING
 
@@ -506,7 +523,7 @@ def busy_figure(data):
             x=[run for _, _, run in runs],
             y=[line for line, _, _ in runs],
             base=[start for _, start, _ in runs],
-            orientation="h", name=KINDS[kind], marker=MARKERS[kind],
+            orientation="h", width=_THICK, name=KINDS[kind], marker=MARKERS[kind],
             hovertext=[f"{run} slots: {KINDS[kind]}" for _, _, run in runs],
             hovertemplate="%{hovertext}<extra></extra>",
         )  # fmt: skip
@@ -523,7 +540,7 @@ def busy_figure(data):
         hovertemplate="%{x}: %{y} requests at once<extra></extra>",
     )  # fmt: skip
     figure.update_layout(
-        barmode="overlay", bargap=0.12,
+        barmode="overlay",
         xaxis={"domain": [0, 0.59], "range": [0, length], "ticks": ""},
         yaxis={
             "range": [ROWS - 0.5, -0.5], "ticks": "", "tickvals": list(range(0, ROWS, 4)),

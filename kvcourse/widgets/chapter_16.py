@@ -12,7 +12,8 @@ class Hand(Panel):
     """The reader places 12 requests, one after the other.
 
     The sliders say where the request that has just arrived would go, the buttons decide. `moves` holds
-    what was decided so far: (first slot, slots) or None for each request.
+    what was decided so far: (first slot, slots) or None for each request. After each decision the first
+    slider stands at the first free slot.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,10 @@ class Hand(Panel):
 
     def place(self) -> str:
         """Give the request that arrived the sliders' slots, if they are free; return the sentence."""
-        if self.data["over"] or self.data["problem"]:
+        if self.data["over"]:
+            return self.text
+        if self.data["problem"]:
+            self._readout.text = f"Not put there. {figures.hand_text(self.data)}"
             return self.text
         return self._move((self.values["start"], self.values["slots"]))
 
@@ -59,19 +63,20 @@ class Hand(Panel):
     def take_back(self) -> str:
         """Undo the last decision; return the sentence."""
         del self.moves[-1:]
-        self._refresh()
-        return self.text
+        return self._next()
 
     def start_over(self) -> str:
         """A new game; return the sentence."""
         self.moves.clear()
-        self._refresh()
-        return self.text
+        return self._next()
 
     def _move(self, move) -> str:
         self.moves.append(move)
+        return self._next()
+
+    def _next(self) -> str:
         self._refresh()
-        return self.text
+        return self.text if self.data["over"] else self.set(start=self.data["first_free"])
 
 
 def hand_panel() -> Hand:

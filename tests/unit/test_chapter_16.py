@@ -170,6 +170,18 @@ def test_the_fraction_of_the_hand_that_each_policy_serves():
     assert [r.number for r in figures.play(figures.KNOWS)[0] if r.fate == "turned away"] == [6, 11]
 
 
+def test_with_hindsight_all_twelve_fit_in_pieces_of_their_own_length():
+    requests, _ = figures.play(figures.HINDSIGHT)
+    assert figures.fates(requests)["complete"] == 12
+    assert [len(r.slots) for r in requests] == [prompt + answer for prompt, answer in figures.HAND]
+    held = [set(r.slots) for r in requests]
+    together = [
+        (a, b) for a in requests for b in requests
+        if a.number < b.number <= a.last_step and held[a.number] & held[b.number]
+    ]  # fmt: skip
+    assert not together
+
+
 # --- panels ------------------------------------------------------------------------------------
 
 
@@ -177,11 +189,20 @@ def test_the_readers_hand():
     hand = widgets.hand_panel()
     assert "Slots 4 … 13 are free" in hand.set(start=4, slots=10)
     assert hand.place().startswith("Step 1") and hand.moves == [(4, 10)]
+    assert hand.values["start"] == 0  # the first free slot; 0 … 9 would reach into the first request
     assert "taken by request 0" in hand.text
-    assert hand.place() == hand.text and len(hand.moves) == 1  # not free: nothing happens
+    assert hand.place() == hand.text == hand.place() and len(hand.moves) == 1  # not free: nothing happens
+    assert hand.text.startswith("Not put there. Step 1") and hand.text.count("Not put there") == 1
+    hand.set(start=14)
+    assert hand.place().startswith("Step 2") and hand.values["start"] == 0
+    hand.take_back()
     assert "do not exist" in hand.set(start=35)
     assert "too few" in hand.set(start=20, slots=4)
     assert hand.take_back().startswith("Step 0") and hand.moves == []
+    hand.set(slots=6)
+    hand.place()
+    assert hand.values["start"] == 6  # behind the request that lies at 0 … 5
+    hand.take_back()
     for _ in figures.HAND:
         hand.turn_away()
     assert "turned 12 away" in hand.text and hand.turn_away() == hand.text and len(hand.moves) == 12
@@ -245,6 +266,16 @@ def test_the_main_panel_shows_the_packages_figures():
     assert len(panel.data["rows"]) == figures.ROWS and sum(map(len, panel.data["rows"])) == 16384
 
 
+def test_every_bar_of_a_map_is_as_thick_as_one_line():
+    """plotly would take it from the distance of a trace's own bars: gaps in steps 6 and 11, 5 lines tall."""
+    maps = [figures.policy_figure(figures.policy_map(p)) for p in (*figures.POLICIES, figures.KNOWS)]
+    maps += [figures.busy_figure(figures.busy(390, 144, 16384, 16, p)) for p in figures.POLICIES]
+    maps.append(figures.hand_figure(figures.hand(20, 6, moves=[(0, 10), None])))
+    for figure in maps:
+        bars = [trace for trace in figure.data if trace.orientation == "h"]
+        assert bars and all(0.8 < bar.width < 1 for bar in bars)
+
+
 def test_a_setting_in_which_everybody_fits_says_so():
     data = figures.busy(50, 9, 32768, 16, "paged")
     assert not data["waits"] and f"All {figures.REQUESTS} fit" in figures.busy_text(data)
@@ -252,14 +283,14 @@ def test_a_setting_in_which_everybody_fits_says_so():
 
 def test_the_recorded_table_has_a_line_for_each_policy():
     assert figures.azure_table({}) == figures.NO_RECORDING
-    run = {"shares": {"held": 0.5}, "running": 3.25, "put_back": 4}
+    run, came = {"shares": {"held": 0.5}, "running": 3.25, "put_back": 4}, {"crowded": 0.125}
     found = {
         "requests": 10, "prompt_tokens": 100, "answer_tokens": 20, "max_seq_len": 64, "max_answer": 8,
-        "policies": {"paged": {"end": 0.25, "all_at_once": run}},
+        "policies": {"paged": {"end": 0.25, "life": 0.2, "all_at_once": run, "as_they_came": came}},
     }  # fmt: skip
     lines = figures.azure_table({"allocation": {"azure-conv": found}}).splitlines()
     assert "10 requests, on average 10 tokens in and 2 out; limits 64 and 8" in lines[1]
-    assert lines[2].split() == ["paged", "25.0", "%", "50.0", "%", "3.2", "4"]
+    assert lines[2].split() == ["paged", "25.0", "%", "20.0", "%", "50.0", "%", "3.2", "4", "12.5", "%"]
 
 
 # --- numbers that the page prints ----------------------------------------------------------------
@@ -272,6 +303,15 @@ def test_claim_52_holds_for_ten_draws(policy, blog, within):
     for seed in range(10):
         share = paging.simulate_allocation(*paging.lognormal_workload(2000, seed), policy)
         assert abs(100 * share - blog) < within
+
+
+def test_other_readings_of_the_blogs_lengths_do_not_give_its_figures():
+    """Printed with this many digits: 390 and 144 as means, and medians with a standard deviation of 0.5."""
+    means = paging.lognormal_workload(2000, 0, 390 * math.exp(-0.5), 144 * math.exp(-0.5))
+    shares = [100 * paging.simulate_allocation(*means, p) for p in ("reserve_max", "reserve_answer", "paged")]
+    assert shares == pytest.approx([12.6, 36.8, 98.5], abs=0.049)
+    narrow = paging.lognormal_workload(2000, 0, sigma=0.5)
+    assert 100 * paging.simulate_allocation(*narrow, "reserve_answer") == pytest.approx(41.0, abs=0.049)
 
 
 def test_the_careless_texts_are_far_from_a_near_tie():
@@ -336,6 +376,13 @@ _solutions_cached = _solutions()
 @pytest.mark.parametrize("name", ["slot_mapping", "needs_block"])
 def test_the_checks_take_the_solutions(name):
     assert checks.verdict(f"16.{name}", getattr(_solutions_cached, name)).status == "right"
+
+
+def test_a_tuple_is_taken():
+    def slot_mapping(*args):
+        return tuple(_solutions_cached.slot_mapping(*args))
+
+    assert checks.verdict("16.slot_mapping", slot_mapping).status == "right"
 
 
 def test_a_numpy_answer_is_taken():

@@ -30,6 +30,8 @@ WRONG = {
         ),
         (_slots(lambda table, p, start, size: table[p % size] * size + p // size), "the block table has not"),
         (_slots(lambda table, p, start, size: (table[p // size], p % size)), "not a pair"),
+        (_slots(lambda table, p, start, size: table[p // 16] * 16 + p % 16), "not always 16"),
+        (_slots(lambda table, p, start, size: table[p // size] * size + p % float(size)), "a whole number"),
         (_with_stop, "stop is not"),
         (lambda table, start, stop, size: range(start, stop), "return a list"),
         (_slots(lambda table, p, start, size: table[p // size] * size + p % size + 1), "expected"),
