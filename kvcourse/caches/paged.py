@@ -119,8 +119,9 @@ class PagedCache(KVCache):
     nobody named, such as loaded ones, never are.
 
     A pass raises OutOfBlocks before anything changes when the pool has no room for it. Blocks reserved
-    and not used are given back by abort, truncate, reset, and a commit of only a part; so in a batch that
-    has no room, the sequences begun before the one that found none, which are aborted, lose theirs.
+    and not used are given back by abort, truncate, reset, and a commit of only a part. In a batch that has
+    no room, the sequences begun before the one that found none are aborted: their reserved blocks go, and a
+    copy that one of them got stays.
 
     A step gathers TILE tokens at a time into one buffer of the pool and attends to them with a running
     softmax, so it needs no contiguous copy of the sequence. A freed cache refuses all further use.

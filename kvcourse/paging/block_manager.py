@@ -328,8 +328,8 @@ class BlockManager:
         content = tokens, parent, salt, seq.adapter
         own, first = self._blocks[seq.block_table[i]], self._shared.get(key)
         if first is None:
-            self._shared[key] = own
             own.key, own.content = key, content
+            self._shared[key] = own
         elif first.content != content:
             return False  # a collision
         elif first is not own:

@@ -321,6 +321,24 @@ def test_blocks_are_taken_in_the_order_in_which_they_became_free():
     assert [start // 4 for start, _ in found.places(8)[1][1]] == [3, 4, 5, 6, 7, 8, 9, 2, 1]
 
 
+def test_what_is_put_back_is_written_again_by_hand():
+    """3 blocks of 4; two requests of 4 + 4 tokens, which need 2 each. Steps 0 … 8.
+
+    0: both write their prompts. 1: the first takes the last block, the second finds none: 4 tokens gone.
+    2: its prompt again, in the block it gave back. 3: none for its next token: 4 gone. 4: the prompt again,
+    and the first writes its last token. 5: the first has left, 5 … 8 the second's answer.
+    """
+    found = simulate_arrivals([0, 0], [4, 4], [4, 4], "paged", 12, block_size=4, keep_free=0)
+    assert (found.put_back, found.rewritten) == (2, 8)
+    assert found.finished_at.tolist() == [4, 8]
+
+
+def test_the_share_kept_free_is_no_limit_where_nobody_runs():
+    """10 blocks, 9 of them to be kept free, and a request of 2."""
+    found = simulate_arrivals([0], [20], [12], "paged", 160, keep_free=0.9)
+    assert found.admitted_at.tolist() == [0] and found.finished_at.tolist() == [12]
+
+
 def test_nobody_overtakes_and_the_time_of_a_lone_request():
     found = simulate_arrivals([5.5], [7], [4], "paged", 16, block_size=4)
     assert (found.admitted_at.tolist(), found.finished_at.tolist()) == ([6], [10])

@@ -339,6 +339,54 @@ def test_an_interrupt_between_the_two_counts_is_mended():
     assert cache._seq.token_ids == [1, 1, 1] and pool.manager.num_used == 1
 
 
+def test_an_interrupted_truncate_is_mended_before_the_next_row_is_written(monkeypatch):
+    """The manager still counts all 5 tokens: block 0 can be found, and must not be written."""
+    pool = pool_of()
+    cache = pool.sequence()
+    new = write(cache, [1, 2, 3, 4, 5])
+
+    def interrupted(seq, num_tokens):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.manager, "truncate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.truncate(3)
+    write(cache, [9])
+    assert cache._seq.token_ids == [1, 2, 3, 9]
+    found = pool.sequence([1, 2, 3, 4, 5])
+    assert found.seq_len == 4 and np.array_equal(found.keys_values(1)[0], new[1][0][:, :4])
+
+
+def test_a_commit_stopped_before_it_counts_can_be_repeated(monkeypatch):
+    pool = pool_of()
+    cache = pool.sequence()
+
+    def interrupted(n):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_count", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(cache, [1, 2])
+    cache.commit()
+    assert (cache.seq_len, cache._seq.num_tokens, cache.block_table) == (2, 2, [0])
+
+
+@pytest.mark.parametrize("end", ["reset", "abort", "commit"])
+def test_names_are_those_of_one_pass(end):
+    pool = pool_of()
+    cache = pool.sequence()
+    for named in (True, False):
+        cache.begin(4)
+        if named:
+            cache.note_ids([1, 2, 3, 4])
+        for layer in range(2):
+            cache.attend(layer, rows(4, heads=6), rows(4), rows(4))
+        getattr(cache, end if named else "commit")()
+    assert len(pool.manager.lookup([1, 2, 3, 4, 1, 2, 3, 4, 5])) == (end == "commit")
+
+
 def test_a_fork_after_an_interrupted_truncate_has_the_new_length(monkeypatch):
     pool = pool_of()
     cache = pool.sequence()

@@ -100,6 +100,33 @@ def test_found_blocks_that_somebody_holds_cost_no_room():
     assert plain.running == both[:1]
 
 
+def test_blocks_held_under_another_salt_cost_room():
+    """The same 17 tokens twice, 5 blocks each, nothing shared: with 9 blocks the second one waits."""
+    engine = engine_of(num_blocks=9)
+    first, second = engine.add(IDS[:17], 4), engine.add(IDS[:17], 4, salt="b")
+    for _ in range(3):
+        engine.step()
+        assert engine.running == [first] and list(engine.waiting) == [second]
+    assert engine.run() == [first, second]
+
+
+def test_a_long_prompt_goes_in_chunks_and_the_next_one_waits_for_its_blocks(monkeypatch):
+    """Chunks of 4: the first prompt takes three passes, and the second then finds 8 of its 12 tokens."""
+    monkeypatch.setattr(loop, "PREFILL_CHUNK", 4)
+    engine, passes = engine_of(), []
+    forward = type(MODEL).__call__
+
+    def counted(self, ids, view, **options):
+        passes.append(view.lengths)
+        return forward(self, ids, view, **options)
+
+    monkeypatch.setattr(type(MODEL), "__call__", counted)
+    first, second = engine.add(IDS[:12], 3), engine.add(IDS[:12], 3)
+    assert [engine.step() for _ in range(3)] == [[], [], [first]]
+    assert engine.run() == [first, second] and second.num_cached_tokens == 8
+    assert passes == [[4], [4], [4], [1, 4], [1, 1], [1]]
+
+
 def test_what_is_found_can_be_told_by_hand():
     engine = engine_of()
     first = engine.add(IDS[:21], 4)
