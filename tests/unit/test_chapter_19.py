@@ -90,7 +90,8 @@ def test_no_policy_beats_foresight(page):
 # --- the trace -----------------------------------------------------------------------------------
 
 
-def requests_of_the_trace():
+@pytest.fixture(scope="module")
+def requests():
     if traces.find(TRACE) is None:
         pytest.skip(f"the trace {TRACE} is not on this machine (KVCOURSE_TRACES)")
     return [list(request.hash_ids) for request in traces.load(TRACE)]
@@ -104,22 +105,24 @@ def test_the_page_counts_as_the_bench(page):
         assert page["head_first"](work, capacity) == paging.head_first(work, capacity)
 
 
-def test_the_traces_counts_again(page):
-    """With the page's functions, not the bench's. The page's foresight sorts all blocks at each request,
-    so the smallest capacity only."""
-    requests, recorded = requests_of_the_trace(), figures.recorded_hits(TRACE)
+def test_the_traces_counts_again(page, requests):
+    """With the page's functions, not the bench's. The page's foresight sorts all blocks at each request and
+    takes 2 s for the whole trace: so it and the bench's, which is quick, count its first 1,500 requests, and
+    the bench's all of it."""
+    recorded, first = figures.recorded_hits(TRACE), requests[:1500]
     assert recorded["accesses"] == sum(map(len, requests))
     assert page["replay"](requests, 1000) == recorded["lru"][1000]
     assert page["head_first"](requests, 1000) == recorded["head_first"][1000]
-    assert page["foresight"](requests, 1000) == recorded["foresight"][1000]
+    assert page["foresight"](first, 1000) == paging.foresight(first, 1000)
+    assert paging.foresight(requests, 1000) == recorded["foresight"][1000]
     uses = Counter(block for ids in requests for block in ids)
     assert recorded["names"] == len(uses)
     assert recorded["once"] == sum(count == 1 for count in uses.values())
     assert recorded["beginnings"] == len({ids[0] for ids in requests})
 
 
-def test_the_traces_quarters_again():
-    requests, recorded = requests_of_the_trace(), figures.recorded_hits(TRACE)
+def test_the_traces_quarters_again(requests):
+    recorded = figures.recorded_hits(TRACE)
     cuts = [0, 3007, 6015, 9023, 12_031]
     run = kv.paging.replay(requests, 10_000, "lfu").by_request
     for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
@@ -250,9 +253,9 @@ def test_the_first_control_changes_the_sentence_and_quickly():
     panel = widgets.bill_panel()
     sentences, times = set(), []
     for gap in ("10 s", "4 min", "6 min", "2 h") * 2:
-        start = time.perf_counter()
+        start = time.process_time()  # of this process alone: others may be busy
         sentences.add(panel.set(gap=gap))
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert len(sentences) == 4
     assert min(times[1:]) < 0.1  # the course's limit for a repaint
 

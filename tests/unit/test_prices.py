@@ -70,6 +70,13 @@ def test_steps_and_minimum():
     assert used(long, rules) == [(0, 1152, 57, 0), (1152, 0, 57, 0)]  # 9 · 128 = 1,152
 
 
+def test_the_minimum_is_compared_with_what_the_steps_leave():
+    """1,010 tokens are 7 · 128 = 896, below a minimum of 1,000; 1,030 are 1,024."""
+    rules = replace(BARE, step=128, minimum=1000)
+    assert used([request(at, "a:1010") for at in (0, 1)], rules) == [(0, 0, 1010, 0)] * 2
+    assert used([request(at, "a:1030") for at in (0, 1)], rules) == [(0, 1024, 6, 0), (1024, 0, 6, 0)]
+
+
 def test_without_rules_everything_is_plain():
     (usage,) = prices.bill([request(0, "a:10", "b:3", output=2)])
     assert usage == Usage(0, 0, 13, 2) and usage.prompt == 13
@@ -91,6 +98,24 @@ def test_marks():
     ]
     assert used(asked, rules) == [(0, 14, 0, 0), (14, 2, 0, 0), (10, 0, 1, 0)]
     assert used([request(0, "a:10", marks=())], rules) == [(0, 0, 10, 0)]
+
+
+def test_a_read_renews_a_beginning_that_the_request_does_not_mark():
+    """Marked at 0 s, read at 200 s; at 400 s it was used 200 s ago, at 701 s 301 s ago."""
+    rules = replace(ANTHROPIC_5_MINUTES, minimum=5)
+    asked = [request(0, "a:10", marks=(1,)), *(request(at, "a:10", marks=()) for at in (200, 400, 701))]
+    assert used(asked, rules) == [(0, 10, 0, 0), (10, 0, 0, 0), (10, 0, 0, 0), (0, 0, 10, 0)]
+
+
+def test_a_mark_within_what_is_read_writes_nothing():
+    rules, parts = replace(ANTHROPIC_5_MINUTES, minimum=5), ("a:10", "b:4", "c:2")
+    asked = [request(0, *parts, marks=(3,)), request(1, *parts, "d:1", marks=(1,))]
+    assert used(asked, rules) == [(0, 16, 0, 0), (16, 0, 1, 0)]
+
+
+def test_a_mark_before_the_first_part_keeps_nothing():
+    asked = [request(at, "a:10", marks=(0,)) for at in (0, 1)]
+    assert used(asked, replace(ANTHROPIC_5_MINUTES, minimum=5)) == [(0, 0, 10, 0)] * 2
 
 
 def test_equal_names_of_other_lengths_are_other_texts():
