@@ -164,7 +164,7 @@ def layout_text(data):
 # (source, with model and hardware where it names them; tokens; the first read; the later ones), times as
 # they print them. The blog's tokens are those that it reused and computed; it calls them “~5,900”.
 PUBLISHED = (
-    ("the book: model and card not said", 2000, "95 ms", ("21 ms",)),
+    ("the book chapter: model and card not said", 2000, "95 ms", ("21 ms",)),
     ("the blog: Qwen2.5-1.5B, RTX 5070 Ti, vLLM", 5937, "311 ms", ("30 ms", "27 ms")),
     ("  the same with prefix caching off", 5937, "351 ms", ("344 ms", "341 ms")),
     ("the course page: qwen2.5:3b on a laptop", 3951, "14.35 s", ("0.09 s",)),
