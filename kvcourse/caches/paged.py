@@ -8,8 +8,8 @@ table.
 
 import numpy as np
 
+from kvcourse import ops
 from kvcourse.caches.base import KVCache, read_only
-from kvcourse.ops import QUERY_CHUNK
 from kvcourse.paging import BlockManager, OutOfBlocks
 from kvcourse.paging.prefix import checked_ids, count
 
@@ -40,7 +40,7 @@ class PagedPool:
         # np.zeros: a row that nobody wrote is 0, and takes no memory before its block is first used.
         shape = layers, self.manager.num_blocks, *block
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        self._tile = np.empty((2, max(1, TILE // self.manager.block_size), *block), np.float32)
+        self._tile = np.empty((max(1, TILE // self.manager.block_size), *block), np.float32)
 
     @classmethod
     def for_model(cls, model, num_blocks, **options):
@@ -91,20 +91,21 @@ class PagedPool:
             for rows in (self.keys, self.values):
                 rows[:, target] = rows[:, source]
 
-    def gather(self, layer, table, tokens):
-        """The first `tokens` tokens of a few blocks, copied side by side: K and V (num_kv_heads, tokens,
-        head_dim), views of one buffer that the next call overwrites."""
-        both = []
-        for rows, tile in zip((self.keys[layer], self.values[layer]), self._tile, strict=True):
-            # mode: with any other than "raise" NumPy writes into `out` directly. Ids are always inside.
-            np.take(rows, table, axis=0, out=tile[: len(table)], mode="clip")
-            both.append(tile.reshape(-1, *tile.shape[2:])[:tokens].swapaxes(0, 1))
-        return both
+    def gather(self, rows, table, tokens):
+        """The first `tokens` tokens of a few blocks, copied side by side: (num_kv_heads, tokens, head_dim).
+
+        rows  keys or values of one layer
+        What is returned is a view of one buffer that the next call overwrites.
+        """
+        tile = self._tile[: len(table)]
+        # mode: with any other than "raise" NumPy writes into `out` directly. Ids are always inside.
+        np.take(rows, table, axis=0, out=tile, mode="clip")
+        return tile.reshape(-1, *tile.shape[2:])[:tokens].swapaxes(0, 1)
 
     @property
     def tile_blocks(self):
         """Blocks that `gather` takes at most at once."""
-        return self._tile.shape[1]
+        return len(self._tile)
 
 
 class PagedCache(KVCache):
@@ -123,8 +124,8 @@ class PagedCache(KVCache):
     no room, the sequences begun before the one that found none are aborted: their reserved blocks go, and a
     copy that one of them got stays.
 
-    A step gathers TILE tokens at a time into one buffer of the pool and attends to them with a running
-    softmax, so it needs no contiguous copy of the sequence. A freed cache refuses all further use.
+    A step gathers TILE tokens at a time into one buffer of the pool, the keys and then the values, so it
+    needs no contiguous copy of the sequence. A freed cache refuses all further use.
     """
 
     def __init__(self, config, max_seq_len=None, *, block_size=16, pool=None, sequence=None):
@@ -199,36 +200,35 @@ class PagedCache(KVCache):
         heads, n, head_dim = q.shape
         scaled = (q * head_dim**-0.5).reshape(k.shape[0], -1, n, head_dim)  # (KV heads, group, n, head_dim)
         out = np.empty_like(scaled)
-        for low in range(0, n, QUERY_CHUNK):
-            rows = slice(low, low + QUERY_CHUNK)
+        for low in range(0, n, ops.QUERY_CHUNK):
+            rows = slice(low, low + ops.QUERY_CHUNK)
             out[:, :, rows] = self._attend_tiles(layer, scaled[:, :, rows], self.seq_len + low)
         return out.reshape(heads, n, head_dim)
 
     def _attend_tiles(self, layer, queries, first):
         """Attention of queries (KV heads, group, m, head_dim) at positions first …, one tile after the other.
 
-        The running softmax of Milakov and Gimelshein 2018, "Online normalizer calculation for softmax",
-        algorithm 3: when a tile brings a larger score, what was summed so far shrinks by the same factor.
+        All keys first, then the softmax, then all values: with NumPy's price for a call that is faster than
+        a running softmax (`kernels.paged_attention_numpy`), and a score is a small part of a row.
         """
-        m = queries.shape[2]
-        stop, per_tile = first + m, self.pool.tile_blocks * self.pool.block_size
-        largest, total, out = np.float32(-np.inf), np.float32(0), np.float32(0)
-        for start in range(0, stop, per_tile):
-            tokens = min(per_tile, stop - start)
-            blocks = self._table[start // self.pool.block_size :][: self.pool.tile_blocks]
-            keys, values = self.pool.gather(layer, blocks, tokens)
-            scores = queries @ keys.swapaxes(1, 2)[:, None]  # (KV heads, group, m, tokens)
-            if start + tokens > first + 1:  # some query may not see some key of this tile
-                scores[..., np.arange(start, start + tokens) > np.arange(first, stop)[:, None]] = -np.inf
-            # The first tile holds position 0, which every query sees: from there on `largest` is finite.
-            new = np.maximum(largest, scores.max(axis=-1, keepdims=True))
-            shrink = np.exp(largest - new)
-            scores -= new
-            np.exp(scores, out=scores)
-            total = total * shrink + scores.sum(axis=-1, keepdims=True)
-            out = out * shrink + scores @ values[:, None]
-            largest = new
-        return out / total
+        m, stop = queries.shape[2], first + queries.shape[2]
+        scores = np.empty((*queries.shape[:3], stop), np.float32)  # (KV heads, group, m, tokens)
+        for low, high, keys in self._tiles(self.pool.keys[layer], stop):
+            np.matmul(queries, keys.swapaxes(1, 2)[:, None], out=scores[..., low:high])
+        if m > 1:
+            scores[..., np.arange(stop) > np.arange(first, stop)[:, None]] = -np.inf
+        weights, out = ops.softmax_inplace(scores), np.zeros_like(queries)
+        for low, high, values in self._tiles(self.pool.values[layer], stop):
+            out += weights[..., low:high] @ values[:, None]
+        return out
+
+    def _tiles(self, rows, stop):
+        """(low, high, rows of the tokens low … high − 1): all tokens up to `stop`, gathered tile by tile."""
+        size = self.pool.block_size
+        step = self.pool.tile_blocks * size
+        for low in range(0, stop, step):
+            high = min(low + step, stop)
+            yield low, high, self.pool.gather(rows, self._table[low // size : -(-high // size)], high - low)
 
     def _write(self, layer, k, v):
         for rows, new in zip((self.pool.keys[layer], self.pool.values[layer]), (k, v), strict=True):
