@@ -201,6 +201,15 @@ def gpu():
     return False, found, remedy
 
 
+def triton():
+    """(ok, found): is Triton here, in which chapter 17's kernel is written. No chapter needs it."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return True, "none: chapter 17 runs its kernel's loop in NumPy"
+    return True, f"{version}: chapter 17 runs its kernel"
+
+
 def model_weights():
     """(ok, found, remedy): are the bundled models, and those fetched, whole by their SHA-256."""
     whole, damaged, absent = [], [], ""
@@ -246,6 +255,7 @@ CHECKS = {
     "widgets": widgets,
     "PyTorch": pytorch,
     "GPU": gpu,
+    "Triton": triton,
     "weights": model_weights,
     "memory": memory,
 }

@@ -27,6 +27,7 @@ def test_names_and_order_are_fixed():
         "widgets",
         "PyTorch",
         "GPU",
+        "Triton",
         "weights",
         "memory",
     ]
@@ -191,6 +192,20 @@ def test_gpu_states(monkeypatch):
     gpu_state(monkeypatch, cuda="13.0", driver=True)
     ok, found, remedy = doctor.gpu()
     assert not ok and "cannot use it" in found and "update the NVIDIA driver" in remedy
+
+
+def test_triton_may_be_absent(monkeypatch):
+    versions = {"triton": "3.7.1"}
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert doctor.triton() == (True, "3.7.1: chapter 17 runs its kernel")
+    versions.clear()
+    assert doctor.triton() == (True, "none: chapter 17 runs its kernel's loop in NumPy")
 
 
 def known(name, bundled, folder):
