@@ -39,10 +39,10 @@ _HOME = {  # public name -> module that defines it
     "sampled": "generate",
 }
 _MODULES = {
-    "bench", "caches", "chat", "checks", "config", "diagnosis", "engine", "evaluation", "fetch", "figures",
-    "ggml_blocks", "gguf_convert", "hub_config", "kernels", "loading", "measure", "models", "needle",
-    "ops", "paging", "paths", "progress", "sizing", "smollm2", "streams", "tap", "tokenizer", "torch_models",
-    "weights", "widgets",
+    "arguments", "bench", "caches", "chat", "checks", "config", "diagnosis", "engine", "evaluation",
+    "fetch", "figures", "ggml_blocks", "gguf_convert", "hub_config", "kernels", "loading", "measure",
+    "models", "needle", "ops", "paging", "paths", "progress", "sizing", "smollm2", "streams", "tap",
+    "tokenizer", "torch_models", "weights", "widgets",
 }  # fmt: skip
 
 __all__ = sorted([*_HOME, *_MODULES])

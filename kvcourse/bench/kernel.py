@@ -8,7 +8,6 @@ Without a GPU only --interpret runs: tiny shapes in Triton's interpreter, answer
 """
 
 import os
-import statistics
 import sys
 import warnings
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from kvcourse import kernels, measure
 from kvcourse.bench import numpy_gpt2
 from kvcourse.cli import CommandError
+from kvcourse.torch_models.timing import event_seconds
 
 KIND = "kernel"
 HEADS = (32, 8, 128)  # num_heads, num_kv_heads, head_dim of Llama 3.1 8B
@@ -206,22 +206,7 @@ class ColdTimer:
     def __call__(self, fn):
         """Seconds by the device's clock. The host runs ahead while the flush is written, so that the
         device does not wait for the launch."""
-        for _ in range(WARMUP):
-            fn()
-        torch.cuda.synchronize()
-        pairs = []
-        for _ in range(self.repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.flush.zero_()
-            start.record()
-            fn()
-            end.record()
-            pairs.append((start, end))
-        torch.cuda.synchronize()
-        samples = tuple(start.elapsed_time(end) / 1e3 for start, end in pairs)  # from milliseconds
-        spread = statistics.median(samples) / min(samples)
-        why = f"the median call took {spread:.1f}x the fastest" if spread > measure.SPREAD_LIMIT else ""
-        return measure.Timing(samples, why)
+        return event_seconds(fn, self.repeats, WARMUP, "cuda", before=self.flush.zero_)
 
 
 def time_everything(timer, device="cuda", heads=HEADS, batches=BATCHES, contexts=CONTEXTS, dtypes=DTYPES):

@@ -9,9 +9,10 @@ table.
 import numpy as np
 
 from kvcourse import ops
+from kvcourse.arguments import count
 from kvcourse.caches.base import KVCache, read_only
 from kvcourse.paging import BlockManager, OutOfBlocks
-from kvcourse.paging.prefix import checked_ids, count
+from kvcourse.paging.prefix import checked_ids
 
 TILE = 128  # tokens gathered at once, in whole blocks: few calls, and the tile stays in a core's own cache
 

@@ -3,6 +3,7 @@
 from itertools import permutations
 
 from kvcourse.checks import Run, exercise, short
+from kvcourse.sizing import prices
 
 # {name: (tokens, probability of a change from one request to the next)}
 PROMPTS = (
@@ -15,16 +16,6 @@ PROMPTS = (
     {"only": (500, 0.4)},
     {"x": (0, 0.1), "y": (400, 0.0), "z": (400, 1.0)},
 )  # fmt: skip
-
-
-def _read(order, parts):
-    """Tokens that are the same as in the request before, on average."""
-    still, tokens = 1.0, 0.0
-    for name in order:
-        length, changes = parts[name]
-        still *= 1 - changes
-        tokens += still * length
-    return tokens
 
 
 @exercise(
@@ -42,8 +33,8 @@ def best_order(run: Run) -> str | None:
             return f"return the names in a list, from the front of the prompt, not {short(got)}"
         if sorted(got) != sorted(parts):
             return _names(got, parts)
-        best = max(_read(order, parts) for order in permutations(parts))
-        if _read(got, parts) < best - 1e-6:
+        best = max(prices.read_per_request(order, parts) for order in permutations(parts))
+        if prices.read_per_request(got, parts) < best - 1e-6:
             return _mistake(got, parts, best)
     return None
 
@@ -72,7 +63,8 @@ def _mistake(got, parts, best):
             f"{got[always[0]]!r} changes with every request, and {behind[0]!r} stands after it: nothing "
             f"after it is ever read from the cache"
         )
-    shown = f"{', '.join(got)}: {_read(got, parts):,.0f} tokens are read where {best:,.0f} could be"
+    read = prices.read_per_request(got, parts)
+    shown = f"{', '.join(got)}: {read:,.0f} tokens are read where {best:,.0f} could be"
     changing = [name for name in got if parts[name][1] < 1]
     rates = [parts[name][1] for name in changing]
     sizes = [parts[name][0] for name in changing]

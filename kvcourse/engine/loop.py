@@ -8,11 +8,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvcourse.arguments import count
 from kvcourse.caches import BatchView, PagedCache, PagedPool
 from kvcourse.generate import PREFILL_CHUNK, check_stop, check_token, greedy
 from kvcourse.models.base import check_ids
 from kvcourse.paging import OutOfBlocks
-from kvcourse.paging.prefix import count
 
 _clock = time.perf_counter  # replaced by the tests
 
@@ -123,9 +123,10 @@ class Engine:
             raise ValueError(
                 f"{asked} {needed:,} positions, {config.name} has {config.max_seq_len:,}: {way_out}"
             )
-        if self._blocks(needed) > self.pool.num_blocks:
+        blocks = self.pool.manager.blocks_for(needed)
+        if blocks > self.pool.num_blocks:
             raise ValueError(
-                f"{asked} {self._blocks(needed):,} blocks of {self.pool.block_size} tokens, the pool has "
+                f"{asked} {blocks:,} blocks of {self.pool.block_size} tokens, the pool has "
                 f"{self.pool.num_blocks:,}: {way_out}, or make the pool larger (num_blocks)"
             )
 
@@ -228,19 +229,16 @@ class Engine:
 
     # --- blocks --------------------------------------------------------------------------
 
-    def _blocks(self, tokens):
-        return -(-tokens // self.pool.block_size)
-
     @property
     def _room(self):
         """Free blocks that no running request may still need."""
-        promised = sum(
-            self._blocks(request.most_tokens) - len(request.cache.block_table) for request in self.running
-        )
-        return self.pool.manager.num_free - promised
+        manager, promised = self.pool.manager, 0
+        for request in self.running:
+            promised += manager.blocks_for(request.most_tokens) - len(request.cache.block_table)
+        return manager.num_free - promised
 
     def _new_blocks(self, request):
         """Free blocks that a request takes at most: found blocks that somebody holds cost nothing."""
         manager = self.pool.manager
         found = manager.lookup(request.ids, request.salt)
-        return self._blocks(request.most_tokens) - sum(manager.ref_count(block) > 0 for block in found)
+        return manager.blocks_for(request.most_tokens) - sum(manager.ref_count(block) > 0 for block in found)

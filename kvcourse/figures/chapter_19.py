@@ -281,19 +281,3 @@ def bills_text(data):
     if not cheaper:
         return text + f"None of the {len(data['totals'])} rules costs less than no caching."
     return text + f"Less than no caching: {'; '.join(cheaper)}."
-
-
-# --- the order of a prompt's parts ------------------------------------------------------------
-
-
-def read_per_request(order, parts):
-    """Tokens of a prompt in this order that are the same as in the request before, on average.
-
-    parts  {name: (tokens, probability that it changes from one request to the next)}, independent
-    """
-    still, tokens = 1.0, 0.0
-    for name in order:
-        length, changes = parts[name]
-        still *= 1 - changes
-        tokens += still * length
-    return tokens

@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 
-from kvcourse.paging.prefix import count
+from kvcourse.arguments import count
 
 MOST = 2**24  # tokens of a request, more than any model takes: sums of them stay exact in int64
 POLICIES = ("reserve_max", "reserve_answer", "buddy", "paged")

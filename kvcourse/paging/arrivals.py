@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvcourse.arguments import count
 from kvcourse.paging.address_space import memory_for
 from kvcourse.paging.allocation import Rules
-from kvcourse.paging.prefix import count
 
 # What a slot is used for, in the order of `Arrivals.kinds`.
 KINDS = ("held", "later", "never", "rounding", "gap", "free")

@@ -17,8 +17,9 @@ vLLM's docs/design/prefix_caching.md).
 
 from dataclasses import dataclass, field
 
+from kvcourse.arguments import count
 from kvcourse.paging.free_queue import Block, FreeQueue
-from kvcourse.paging.prefix import block_hash, checked_ids, count, label
+from kvcourse.paging.prefix import block_hash, checked_ids, label
 
 
 class OutOfBlocks(RuntimeError):
@@ -101,7 +102,7 @@ class BlockManager:
         """
         ids = checked_ids(token_ids)
         found = self._find(ids, salt, adapter)
-        needed = self._blocks_for(len(ids)) - len(found)
+        needed = self.blocks_for(len(ids)) - len(found)
         waiting = sum(block.ref_count == 0 for block in found)  # found ones that are free at the moment
         self._check_free(needed, len(self._queue) - waiting)
         for block in found:
@@ -123,7 +124,7 @@ class BlockManager:
         """
         self._check_alive(seq)
         n = count(n, "n")
-        needed = max(0, self._blocks_for(seq.num_tokens + n) - len(seq.block_table))
+        needed = max(0, self.blocks_for(seq.num_tokens + n) - len(seq.block_table))
         old = self._next_written(seq)
         must_copy = old is not None and self._is_shared(old)
         given_back = must_copy and old.ref_count == 1
@@ -173,7 +174,7 @@ class BlockManager:
         num_tokens = count(num_tokens, "num_tokens", least=0)
         if num_tokens > seq.num_tokens:
             raise ValueError(f"cannot go to {num_tokens} tokens: the sequence holds {seq.num_tokens}")
-        kept = self._blocks_for(num_tokens)
+        kept = self.blocks_for(num_tokens)
         given_back = seq.block_table[kept:]
         del seq.block_table[kept:], seq.token_ids[num_tokens:], seq.keys[num_tokens // self.block_size :]
         self._release_all(given_back)
@@ -184,7 +185,7 @@ class BlockManager:
         Both may go on: whoever writes into the last, partly filled block first gets a copy of it.
         """
         self._check_alive(seq)
-        table = seq.block_table[: self._blocks_for(seq.num_tokens)]
+        table = seq.block_table[: self.blocks_for(seq.num_tokens)]
         for number in table:
             self._hold(self._blocks[number])
         child = Sequence(seq.salt, seq.adapter, table, list(seq.token_ids), seq.num_tokens, list(seq.keys))
@@ -232,6 +233,10 @@ class BlockManager:
         """Free blocks that can still be found. Looks at every findable block."""
         return sum(block.ref_count == 0 for block in self._shared.values())
 
+    def blocks_for(self, num_tokens):
+        """How many blocks so many tokens need."""
+        return -(-num_tokens // self.block_size)
+
     def ref_count(self, block):
         """How many sequences hold the block. Raises TypeError or ValueError for an id the pool lacks."""
         return self._block(block).ref_count
@@ -249,7 +254,7 @@ class BlockManager:
         held = {}
         for seq in self._sequences:
             assert len(set(seq.block_table)) == len(seq.block_table), "a block stands twice in one table"
-            assert len(seq.block_table) >= self._blocks_for(seq.num_tokens), "tokens without a block"
+            assert len(seq.block_table) >= self.blocks_for(seq.num_tokens), "tokens without a block"
             for number in seq.block_table:
                 held[number] = held.get(number, 0) + 1
             chain = [self._blocks[number] for number in seq.block_table[: len(seq.keys)]]
@@ -277,9 +282,6 @@ class BlockManager:
         if count(number, "block", least=0) >= self.num_blocks:
             raise ValueError(f"block is {number}: the pool has 0 … {self.num_blocks - 1}")
         return self._blocks[number]
-
-    def _blocks_for(self, num_tokens):
-        return -(-num_tokens // self.block_size)
 
     def _find(self, ids, salt, adapter):
         """The findable blocks of the prompt's beginning, up to the first miss."""

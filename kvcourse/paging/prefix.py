@@ -9,6 +9,8 @@ import operator
 import struct
 from hashlib import sha256
 
+from kvcourse.arguments import count
+
 MAX_TOKEN = 2**32 - 1  # ids are hashed as 4 bytes each
 
 
@@ -109,16 +111,3 @@ def _whole(number):
         return operator.index(number)
     except TypeError:
         raise TypeError(f"token id {number!r} is not a whole number: give a flat list of token ids") from None
-
-
-def count(number, name, least=1):
-    """`number` as an int of at least `least`; a one-line TypeError or ValueError that names it otherwise."""
-    try:
-        if isinstance(number, bool):
-            raise TypeError
-        value = operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} is {number!r}: give a whole number of at least {least}") from None
-    if value < least:
-        raise ValueError(f"{name} is {value}: give at least {least}")
-    return value

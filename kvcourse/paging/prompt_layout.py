@@ -3,8 +3,8 @@ missed. Token ids are made up, one for each token of each text: which tokens agr
 
 from dataclasses import dataclass
 
+from kvcourse.arguments import count
 from kvcourse.paging.block_manager import BlockManager
-from kvcourse.paging.prefix import count
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ needs larger ones), so that 1,800 equal tokens are 1,800 reused, where blocks of
 
 import heapq
 
-from kvcourse.paging.prefix import checked_ids, count
+from kvcourse.arguments import count
+from kvcourse.paging.prefix import checked_ids
 
 
 class Node:

@@ -4,7 +4,7 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from kvcourse.paging.prefix import count
+from kvcourse.arguments import count
 
 POLICIES = ("lru", "lfu", "length")
 

@@ -197,6 +197,19 @@ def conversation(turns, prefix, question, answer, gap):
     return requests
 
 
+def read_per_request(order, parts):
+    """Tokens of a prompt in this order that are the same as in the request before, on average.
+
+    parts  {name: (tokens, probability that it changes from one request to the next)}, independent
+    """
+    still, tokens = 1.0, 0.0
+    for name in order:
+        length, changes = parts[name]
+        still *= 1 - changes
+        tokens += still * length
+    return tokens
+
+
 def openai_fields(usage):
     """The usage as the Chat Completions API reports it: cached tokens are part of prompt_tokens."""
     return {

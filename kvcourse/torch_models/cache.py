@@ -1,10 +1,10 @@
 """`BatchCache`: keys and values of a batch of sequences, preallocated on the device."""
 
 import math
-import operator
 
 import torch
 
+from kvcourse.arguments import count
 from kvcourse.caches import CacheFull
 
 
@@ -32,7 +32,7 @@ class BatchCache:
 
     def _set_sizes(self, net, batch, max_seq_len):
         c = net.config
-        batch, max_seq_len = whole(batch, "batch"), whole(max_seq_len, "max_seq_len")
+        batch, max_seq_len = count(batch, "batch"), count(max_seq_len, "max_seq_len")
         if max_seq_len > c.max_seq_len:
             raise ValueError(
                 f"max_seq_len {max_seq_len:,} is more than the {c.max_seq_len:,} positions of {c.name}"
@@ -101,7 +101,7 @@ class BatchCache:
         given = [lengths] * self.batch if one else list(lengths)
         if len(given) != self.batch:
             raise ValueError(f"{len(given)} lengths for a batch of {self.batch}: give one a sequence")
-        given = [whole(n, "length", low=0) for n in given]
+        given = [count(n, "length", least=0) for n in given]
         if max(given) > self.max_seq_len:
             raise ValueError(f"length {max(given):,} is outside 0 … {self.max_seq_len:,}, the rows there are")
         return given
@@ -119,9 +119,9 @@ class BatchCache:
         Raises TypeError or ValueError, the cache unchanged, for a seq_len outside 0 … max_seq_len
         and for a seed that is no whole number of at least 0.
         """
-        seq_len = whole(seq_len, "seq_len", low=0)
+        seq_len = count(seq_len, "seq_len", least=0)
         lengths = self._checked(seq_len)
-        generator = torch.Generator().manual_seed(whole(seed, "seed", low=0))
+        generator = torch.Generator().manual_seed(count(seed, "seed", least=0))
         _, _, heads, _, head_dim = self.keys.shape
         for rows in (self.keys, self.values):
             random = torch.randn(heads, seq_len, head_dim, generator=generator)
@@ -221,16 +221,3 @@ def _aligned(rows):
     """Rows up to a multiple of 16. PyTorch's masked attention on CUDA wants a mask whose rows begin at
     multiples of 8 numbers; another one it copies, once a layer (aligned_tensor in ATen's attention.cpp)."""
     return -(-rows // 16) * 16
-
-
-def whole(number, name, low=1):
-    """`number` as an int; TypeError unless it is whole, ValueError below `low`, both naming it `name`."""
-    try:
-        if isinstance(number, bool):
-            raise TypeError
-        value = operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} is {number!r}: give a whole number of at least {low}") from None
-    if value < low:
-        raise ValueError(f"{name} is {value}: give at least {low}")
-    return value

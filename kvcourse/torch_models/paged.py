@@ -3,8 +3,9 @@
 import torch
 
 from kvcourse import kernels
+from kvcourse.arguments import count
 from kvcourse.paging import BlockManager
-from kvcourse.torch_models.cache import BatchCache, whole
+from kvcourse.torch_models.cache import BatchCache
 
 
 class PagedBatchCache(BatchCache):
@@ -29,7 +30,7 @@ class PagedBatchCache(BatchCache):
 
     def __init__(self, net, batch, max_seq_len, num_blocks=None, block_size=16, kernel=None):
         self._set_sizes(net, batch, max_seq_len)
-        size = whole(block_size, "block_size")
+        size = count(block_size, "block_size")
         most = -(-self.max_seq_len // size)  # blocks of one sequence
         self.manager = BlockManager(self.batch * most if num_blocks is None else num_blocks, size, False)
         self.kernel = kernels.available() and net.device.type == "cuda" if kernel is None else kernel
@@ -129,9 +130,9 @@ class PagedBatchCache(BatchCache):
 
     def fill_random(self, seq_len, seed=0):
         """As in BatchCache, with the same numbers for the same seed."""
-        seq_len = whole(seq_len, "seq_len", low=0)
+        seq_len = count(seq_len, "seq_len", least=0)
         lengths = self._checked(seq_len)
-        generator = torch.Generator().manual_seed(whole(seed, "seed", low=0))
+        generator = torch.Generator().manual_seed(count(seed, "seed", least=0))
         self._move(lengths)
         slots = [slot for s in self._seqs for slot in self.manager.slot_mapping(s, 0, seq_len)]
         slots = torch.tensor(slots, dtype=torch.int64, device=self.device)

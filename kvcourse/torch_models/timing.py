@@ -8,7 +8,7 @@ from kvcourse import measure
 from kvcourse.torch_models.devices import parsed_device
 
 
-def event_seconds(fn, repeats=7, warmup=2, device=None):
+def event_seconds(fn, repeats=7, warmup=2, device=None, before=None):
     """Time fn() as the device sees it; a measure.Timing (`.min`, `.median`, `.samples`, in seconds).
 
     On a CUDA device two events stand around each call in the device's queue, and the device notes
@@ -16,6 +16,7 @@ def event_seconds(fn, repeats=7, warmup=2, device=None):
     returns when the work is done, and the clock is right: measure.time_call.
 
     device  where fn works: "cuda" or "cpu" (default: "cuda" where this process has used one)
+    before  on a CUDA device, a call queued before each timed one and not timed, such as what empties a cache
     Raises ValueError for fewer than 1 repeat, a negative warm-up or an unknown device.
     """
     if device is None:
@@ -32,6 +33,8 @@ def event_seconds(fn, repeats=7, warmup=2, device=None):
         pairs = []
         for _ in range(repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if before is not None:
+                before()
             start.record()
             fn()
             end.record()

@@ -8,22 +8,15 @@ import random
 
 import numpy as np
 import pytest
+from small_models import make_model
 
 import kvcourse as kv
-from kvcourse import weights
-from kvcourse.models import gpt2, llama
 
-# As in test_cached_equals_uncached: logits of order 10, and float32 sums in another order (tiles, running
-# softmax, other shapes of matrix products) move them by about 2e-5. One wrong row moves them by 0.1 or more.
+# As in test_cached_equals_uncached: logits of order 10, and float32 sums in another order (tiles, other
+# shapes of matrix products) move them by about 2e-5. One wrong row moves them by 0.1 or more.
 TOLERANCE = 2e-4
 GPT2 = kv.ModelConfig("small", "gpt2", 2, 3, 3, 8, 24, 48, 40, 400)
 LLAMA = kv.ModelConfig("small-llama", "llama", 2, 6, 2, 8, 24, 48, 40, 400, rope_theta=1e3)
-
-
-def make_model(config):
-    module, kind = (gpt2, gpt2.GPT2) if config.architecture == "gpt2" else (llama, llama.Llama)
-    params = weights.random_params(module.param_shapes(config), 1)
-    return kind(config, {name: array * 15 if array.ndim > 1 else array for name, array in params.items()})
 
 
 MODELS = {config.architecture: make_model(config) for config in (GPT2, LLAMA)}

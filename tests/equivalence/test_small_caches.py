@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from small_models import make_model
 
 import kvcourse as kv
-from kvcourse import ops, weights
+from kvcourse import ops
 from kvcourse.caches.formats import PerChannel, PerToken
-from kvcourse.models import gpt2, llama
 from kvcourse.tap import masked_attention
 
 # Logits reach about 5 here, and float32 sums in another order move them by about 1e-5. A window one token
@@ -17,12 +17,6 @@ TOLERANCE = 2e-4
 
 GPT2 = kv.ModelConfig("small", "gpt2", 2, 3, 3, 8, 24, 48, 40, 48)
 LLAMA = kv.ModelConfig("small-llama", "llama", 2, 6, 2, 8, 24, 48, 40, 48, rope_theta=1e3)
-
-
-def make_model(config):
-    module, kind = (gpt2, gpt2.GPT2) if config.architecture == "gpt2" else (llama, llama.Llama)
-    params = weights.random_params(module.param_shapes(config), 1)
-    return kind(config, {name: array * 15 if array.ndim > 1 else array for name, array in params.items()})
 
 
 MODELS = {config.architecture: make_model(config) for config in (GPT2, LLAMA)}

@@ -282,13 +282,13 @@ def test_a_setting_in_which_everybody_fits_says_so():
 
 
 def test_the_recorded_table_has_a_line_for_each_policy():
-    assert figures.azure_table({}) == figures.NO_RECORDING
     run, came = {"shares": {"held": 0.5}, "running": 3.25, "put_back": 4}, {"crowded": 0.125}
     found = {
         "requests": 10, "prompt_tokens": 100, "answer_tokens": 20, "max_seq_len": 64, "max_answer": 8,
         "policies": {"paged": {"end": 0.25, "life": 0.2, "all_at_once": run, "as_they_came": came}},
     }  # fmt: skip
-    lines = figures.azure_table({"allocation": {"azure-conv": found}}).splitlines()
+    lines = figures.azure_table({"allocation": dict.fromkeys(figures.TRACES, found)}).splitlines()
+    assert [line.partition(":")[0] for line in lines[1::2]] == list(figures.TRACES.values())
     assert "10 requests, on average 10 tokens in and 2 out; limits 64 and 8" in lines[1]
     assert lines[2].split() == ["paged", "25.0", "%", "20.0", "%", "50.0", "%", "3.2", "4", "12.5", "%"]
 

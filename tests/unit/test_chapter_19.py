@@ -224,8 +224,8 @@ def test_bills_by_hand():
 
 def test_read_per_request_by_hand():
     parts = {"a": (100, 0.5), "b": (10, 0.2)}
-    assert figures.read_per_request(["a", "b"], parts) == pytest.approx(50 + 10 * 0.4)
-    assert figures.read_per_request(["b", "a"], parts) == pytest.approx(8 + 100 * 0.4)
+    assert prices.read_per_request(["a", "b"], parts) == pytest.approx(50 + 10 * 0.4)
+    assert prices.read_per_request(["b", "a"], parts) == pytest.approx(8 + 100 * 0.4)
 
 
 def test_read_per_request_is_what_is_billed():
@@ -240,7 +240,7 @@ def test_read_per_request_is_what_is_billed():
     rules = prices.Rules("bare", read=0.1, write=1.0, lifetime=10, minimum=1)
     read = sum(usage.read for usage in prices.bill(sent, rules)) / len(sent)
     # The standard error of a share of 0.85 over 4,000 requests is 0.006, of its tokens 45.
-    assert read == pytest.approx(figures.read_per_request(["b", "a"], parts), abs=150)
+    assert read == pytest.approx(prices.read_per_request(["b", "a"], parts), abs=150)
 
 
 def test_pool_sentence():

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "kvcourse"
 
 ROWS = [
-    {"paths", "fetch"},
+    {"arguments", "paths", "fetch"},
     {"config", "hub_config"},
     {"ops", "ggml_blocks"},
     {"evaluation"},
