@@ -309,14 +309,7 @@ class Bench:
             model(ids, cache, rows=[-1])
         after = [_decode_step(model, cache) for cache in caches.values()]
         steps = {name: partial(_decode_step, model, cache) for name, cache in caches.items()}
-        tried = []
-        for attempt in range(ATTEMPTS):
-            time.sleep(PAUSE_SECONDS if attempt else 0)
-            tried.append(measure.time_blocks(steps, self.sizes.decode_repeats, warmup=3))
-            print(f"decode: {tried[-1]}", file=sys.stderr, flush=True)
-            if not any(timed.disturbed for timed in tried[-1].values()):
-                break
-        timed = min(tried, key=lambda found: sum(t.disturbed for t in found.values()))
+        timed = _quietest("decode", lambda: measure.time_blocks(steps, self.sizes.decode_repeats, warmup=3))
         return {
             "shape": "gpt2", "layers": model.config.num_layers, "tokens": tokens,
             "threads": measure.threads(),
@@ -325,15 +318,9 @@ class Bench:
         }  # fmt: skip
 
     def _time(self, name, call, repeats=None):
-        """Time a call; again while it is disturbed, at most ATTEMPTS times, of which the fastest counts."""
-        tried = []
-        for attempt in range(ATTEMPTS):
-            time.sleep(PAUSE_SECONDS if attempt else 0)
-            tried.append(measure.time_call(call, repeats or self.sizes.repeats, warmup=1))
-            print(f"{name}: {tried[-1]}", file=sys.stderr, flush=True)
-            if not tried[-1].disturbed:
-                break
-        return _as_dict(min(tried, key=lambda t: (t.disturbed, t.min)))
+        """Time a call; the fastest of the undisturbed attempts counts."""
+        repeats = repeats or self.sizes.repeats
+        return _as_dict(_quietest(name, lambda: {"call": measure.time_call(call, repeats, warmup=1)})["call"])
 
     # --- the same everywhere -------------------------------------------------------------------
 
@@ -453,6 +440,18 @@ def curve(run, every):
 
 
 # --- what is timed -----------------------------------------------------------------------
+
+
+def _quietest(label, attempt):
+    """attempt() → {name: Timing}, again while one is disturbed, at most ATTEMPTS times: the quietest."""
+    tried = []
+    while len(tried) < ATTEMPTS and (not tried or any(timed.disturbed for timed in tried[-1].values())):
+        time.sleep(PAUSE_SECONDS if tried else 0)
+        tried.append(attempt())
+        shown = ", ".join(f"{name} {timed}" for name, timed in tried[-1].items())
+        print(f"{label}: {shown}", file=sys.stderr, flush=True)
+    return min(tried, key=lambda found: (sum(t.disturbed for t in found.values()),
+                                         sum(t.min for t in found.values())))  # fmt: skip
 
 
 def _as_dict(timed):
